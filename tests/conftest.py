@@ -1,0 +1,52 @@
+"""Every test leaves as many descriptors, children and threads as it found."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return found
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            found.update(int(pid) for pid in file.read().split())
+    return found
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()} | set(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("leaves_state"):
+        yield
+        return
+    before = _descriptors(), _children(), _threads()
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        left = [sorted(map(str, a - b)) for a, b in zip(
+            (_descriptors(), _children(), _threads()), before, strict=True)]
+        if not any(left):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: descriptors {left[0]}, children {left[1]}, threads {left[2]}")
+        time.sleep(0.01)
