@@ -1,0 +1,1040 @@
+# cython: language_level=3, freethreading_compatible=True, cdivision=True
+"""Sockets, buffers and counts: draw a candidate, bind it, hold it.
+
+This module knows no range policy, no block and no retry, and keeps no state of its own. The hot
+loop is :meth:`Search.step`: it runs without the GIL and comes up every ``BATCH`` binds so that the
+interpreter can deliver signals.
+
+A hold is a socket that is bound with no option set and never listens (bind(2), socket(7)): while it
+lives nobody else can bind the port, not even with SO_REUSEADDR or SO_REUSEPORT.
+"""
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+from fastports._sys cimport *
+
+cdef extern from *:
+    """
+    #define FP_POPCOUNT(x) __builtin_popcountll(x)
+    #define FP_CTZ(x) __builtin_ctzll(x)
+    """
+    int FP_POPCOUNT(uint64_t) nogil
+    int FP_CTZ(uint64_t) nogil
+
+
+cdef enum Status:
+    IS_FOUND = 0
+    IS_EXHAUSTED = -1
+    MORE = -2
+
+cdef enum:
+    BATCH = 1024  # binds between two looks at pending signals: under 10 ms even when all succeed
+    NAME_MAX_BYTES = 107  # sizeof(sun_path) less the leading NUL (unix(7))
+    BEACONS = 16
+    EARLY = 16  # busy ports seen before a beacon is worth its 3 us
+    BEACON_QUEUE = 10  # net.unix.max_dgram_qlen where nobody raised it (unix(7))
+    LAST_LOOKS = 3
+    LAST_LOOK_WAIT_MS = 10
+
+TCP = 1
+UDP = 2
+
+FOUND = <int>IS_FOUND
+EXHAUSTED = <int>IS_EXHAUSTED
+
+FREE = 0
+BUSY = 1
+DENIED = 2
+
+
+# --- abstract UNIX sockets -------------------------------------------------------------------
+
+cdef int set_abstract(sockaddr_un *address, const char *name, size_t length) noexcept nogil:
+    """Fill ``address`` with the abstract name; the length to give to bind and connect."""
+    memset(address, 0, sizeof(sockaddr_un))
+    address.sun_family = AF_UNIX
+    memcpy(&address.sun_path[1], name, length)
+    return <int>(sizeof(sa_family_t) + 1 + length)
+
+
+cdef bint name_is_bound(int fd, sockaddr_un *address, int length) noexcept nogil:
+    """Whether somebody in this network namespace has bound the abstract name.
+
+    ``fd`` is an unbound datagram socket. Only ECONNREFUSED says that nobody has: an LSM that
+    forbids the connection (Landlock's abstract socket scope) does so after the name was found.
+    """
+    cdef sockaddr reset
+    if connect(fd, <sockaddr *>address, length) == 0:
+        memset(&reset, 0, sizeof(reset))  # AF_UNSPEC: let go of the peer
+        connect(fd, &reset, sizeof(reset))
+        return True
+    return errno != ECONNREFUSED
+
+
+cdef int marker_name(char *name, bint udp, int port) noexcept nogil:
+    """``fastports/m/t/20417`` (``u`` for UDP); returns its length."""
+    cdef int length = 14, digits = 1, rest = port, i
+    memcpy(name, b"fastports/m/u/" if udp else b"fastports/m/t/", 14)
+    while rest >= 10:
+        rest //= 10
+        digits += 1
+    for i in range(digits):
+        name[length + digits - 1 - i] = <char>(48 + port % 10)
+        port //= 10
+    return length + digits
+
+
+cdef bint is_marked(int fd, bint udp, int port) noexcept nogil:
+    cdef char name[32]
+    cdef sockaddr_un address
+    cdef int length = set_abstract(&address, name, marker_name(name, udp, port))
+    return name_is_bound(fd, &address, length)
+
+
+def marker(int protocol, int port):
+    """The abstract name (bytes, without its leading NUL) that marks one port as taken."""
+    cdef char name[32]
+    cdef int length = marker_name(name, protocol == UDP, port)
+    return <bytes>name[:length]
+
+
+def bind_abstract(bytes name not None):
+    """Bind an abstract UNIX datagram socket; the descriptor, close-on-exec.
+
+    Raises OSError: EADDRINUSE when the name is taken in this network namespace.
+    """
+    cdef sockaddr_un address
+    cdef int fd, error
+    if len(name) > NAME_MAX_BYTES:
+        raise ValueError(f"an abstract name has at most {NAME_MAX_BYTES} bytes, got {len(name)}")
+    cdef int length = set_abstract(&address, name, len(name))
+    fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+    if fd < 0:
+        raise_errno(errno)
+    if bind(fd, <sockaddr *>&address, length) != 0:
+        error = errno
+        close(fd)
+        raise_errno(error)
+    return fd
+
+
+def is_bound(bytes name not None):
+    """Whether anybody in this network namespace has bound the abstract name."""
+    cdef sockaddr_un address
+    if len(name) > NAME_MAX_BYTES:
+        return False
+    cdef int length = set_abstract(&address, name, len(name))
+    cdef int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+    if fd < 0:
+        raise_errno(errno)
+    cdef bint bound = name_is_bound(fd, &address, length)
+    close(fd)
+    return bound
+
+
+cdef int raise_errno(int error) except -1:
+    import os
+    raise OSError(error, os.strerror(error))
+
+
+# --- addresses and limits --------------------------------------------------------------------
+
+def parse_address(str text not None):
+    """``(family, packed address)`` of a numeric IPv4 or IPv6 address, or None if it is none."""
+    cdef unsigned char packed[16]
+    cdef bytes raw
+    try:
+        raw = text.encode("ascii")
+    except UnicodeEncodeError:
+        return None
+    if b"\0" in raw:
+        return None
+    if inet_pton(AF_INET, raw, packed) == 1:
+        return AF_INET, <bytes>packed[:4]
+    if inet_pton(AF_INET6, raw, packed) == 1:
+        return AF_INET6, <bytes>packed[:16]
+    return None
+
+
+def descriptor_usage():
+    """``(open, soft, hard)``: descriptors in use and RLIMIT_NOFILE; open is -1 where untold.
+
+    The size of ``/proc/self/fd`` is the number of open descriptors from Linux 6.2 on (proc(5));
+    before, the folder is read.
+    """
+    cdef rlimit limit
+    cdef c_stat info
+    cdef long used = -1
+    if getrlimit(RLIMIT_NOFILE, &limit) != 0:
+        raise_errno(errno)
+    if stat(b"/proc/self/fd", &info) == 0:
+        used = info.st_size
+        if used == 0:
+            import os
+            used = len(os.listdir("/proc/self/fd")) - 1
+    return (
+        used,
+        <int>min(limit.rlim_cur, <unsigned long>0x7FFFFFFF),
+        <int>min(limit.rlim_max, <unsigned long>0x7FFFFFFF),
+    )
+
+
+# --- what is held ------------------------------------------------------------------------------
+
+@cython.final
+cdef class Hold:
+    """Owns the descriptors of held sockets, and the socket that records them.
+
+    Closing is idempotent and also done by the destructor, so that nothing outlives its owner.
+    """
+
+    cdef int *fds
+    cdef int count
+    cdef int entry
+
+    def __cinit__(self):
+        self.entry = -1
+
+    def __dealloc__(self):
+        self.drop_sockets()
+        self.drop_entry()
+        free(self.fds)
+
+    def __len__(self):
+        return self.count
+
+    @staticmethod
+    def adopt(descriptors):
+        """A Hold that owns the given descriptors from now on."""
+        cdef list given = list(descriptors)
+        cdef Hold hold = Hold.__new__(Hold)
+        hold.fds = <int *>malloc(max(len(given), 1) * sizeof(int))
+        if hold.fds == NULL:
+            raise MemoryError
+        for fd in given:
+            hold.fds[hold.count] = fd
+            hold.count += 1
+        return hold
+
+    def filenos(self):
+        """The held descriptors in port order; with both protocols tcp, udp, tcp, udp, ..."""
+        cdef int i
+        with cython.critical_section(self):
+            return [self.fds[i] for i in range(self.count)]
+
+    def set_door(self, bint is_open, int index=0, int count=-1):
+        """Set (open) or clear (closed) SO_REUSEADDR on ``count`` descriptors from ``index`` on."""
+        cdef int value = 1 if is_open else 0, i, error = 0
+        with cython.critical_section(self):
+            if count < 0:
+                count = self.count - index
+            for i in range(index, min(index + count, self.count)):
+                if setsockopt(self.fds[i], SOL_SOCKET, SO_REUSEADDR, &value, sizeof(value)) != 0:
+                    error = errno
+        if error:
+            raise_errno(error)
+
+    def record(self, bytes name not None):
+        """Bind the entry socket to an abstract name: 0, or the errno; -1 without a socket."""
+        cdef sockaddr_un address
+        if len(name) > NAME_MAX_BYTES:
+            raise ValueError(f"an abstract name has at most {NAME_MAX_BYTES} bytes")
+        cdef int length = set_abstract(&address, name, len(name))
+        if self.entry < 0:
+            return -1
+        return 0 if bind(self.entry, <sockaddr *>&address, length) == 0 else errno
+
+    def close_sockets(self):
+        """Close the held sockets, keep the entry. False if they were closed before."""
+        cdef bint had = self.count > 0
+        self.drop_sockets()
+        return had
+
+    def close(self):
+        """Close everything. False if it was closed before."""
+        cdef bint had = self.count > 0 or self.entry >= 0
+        self.drop_sockets()
+        self.drop_entry()
+        return had
+
+    cdef void drop_sockets(self) noexcept:
+        cdef int count, i
+        cdef int *fds
+        with cython.critical_section(self):
+            count = self.count
+            fds = self.fds
+            self.count = 0
+            self.fds = NULL
+        if fds != NULL:
+            if count > 64:  # letting others run costs more than closing a few
+                with nogil:
+                    for i in range(count):
+                        close(fds[i])
+            else:
+                for i in range(count):
+                    close(fds[i])
+            free(fds)
+
+    cdef void drop_entry(self) noexcept:
+        cdef int fd
+        with cython.critical_section(self):
+            fd = self.entry
+            self.entry = -1
+        if fd >= 0:
+            close(fd)
+
+
+# --- randomness --------------------------------------------------------------------------------
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    /* numpy/random/bitgen.h, as its documentation of the C interface gives it; declared here
+       because cimporting numpy would load it. */
+    typedef struct {
+        void *state;
+        uint64_t (*next_uint64)(void *);
+        uint32_t (*next_uint32)(void *);
+        double (*next_double)(void *);
+        uint64_t (*next_raw)(void *);
+    } fp_bitgen;
+    """
+    ctypedef struct fp_bitgen:
+        void *state
+        uint32_t (*next_uint32)(void *) noexcept nogil
+
+
+cdef inline uint64_t rotl(uint64_t x, int k) noexcept nogil:
+    return (x << k) | (x >> (64 - k))
+
+
+# --- bitmaps over the ports of a search ----------------------------------------------------------
+
+cdef inline bint has(const uint64_t *bits, int i) noexcept nogil:
+    return (bits[i >> 6] >> (i & 63)) & 1
+
+
+cdef inline void put(uint64_t *bits, int i) noexcept nogil:
+    bits[i >> 6] |= (<uint64_t>1) << (i & 63)
+
+
+cdef inline void drop(uint64_t *bits, int i) noexcept nogil:
+    bits[i >> 6] &= ~((<uint64_t>1) << (i & 63))
+
+
+cdef void put_all(uint64_t *bits, int low, int high) noexcept nogil:
+    """Set bits low..high, inclusive."""
+    cdef int word = low >> 6, last = high >> 6
+    cdef uint64_t head, tail
+    if low > high:
+        return
+    head = (~<uint64_t>0) << (low & 63)
+    tail = (~<uint64_t>0) >> (63 - (high & 63))
+    if word == last:
+        bits[word] |= head & tail
+        return
+    bits[word] |= head
+    for word in range(word + 1, last):
+        bits[word] = ~<uint64_t>0
+    bits[last] |= tail
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+@cython.final
+cdef class Search:
+    """One search for ``size`` contiguous ports in [first, last].
+
+    Starts are drawn without replacement from a lazily shuffled array: first those aligned to the
+    size (counted from ``first``), then the others; or in the order of ``starts`` where given. A
+    start whose window holds a port known to be busy or excluded is passed over in O(1). A window
+    is probed from its middle, so that one busy port rules out as many windows as it can. Every
+    port is bound at most once as long as what was bound can be kept (``keep`` descriptors).
+
+    Parameters
+    ----------
+    first, last, size
+        Ports, inclusive, and their count; trusted to be sane (1 <= first <= last <= 65535).
+    protocols
+        ``TCP``, ``UDP`` or ``TCP | UDP``.
+    address
+        ``(family, packed)`` as from :func:`parse_address`; None for the wildcard of every family.
+    starts
+        C-contiguous buffer of uint16: the first ports to try, in this order. None: shuffled.
+    bitgen
+        A numpy ``BitGenerator`` capsule to draw from; the caller holds its lock. None: xoshiro256++
+        seeded by getrandom(2) for each search.
+    keep
+        Descriptors that may be kept beyond those of the window at hand.
+    """
+
+    cdef int first, span, size, kinds, protocols
+    cdef int family
+    cdef bint any_family
+    cdef sockaddr_in address4
+    cdef sockaddr_in6 address6
+    cdef int type[2]
+    cdef int spare[2]
+    cdef int unix_fd
+    cdef int keep, kept_ports
+    # one allocation, cut into bitmaps of `words` words each
+    cdef int words
+    cdef uint64_t *busy_map
+    cdef uint64_t *free_map
+    cdef uint64_t *kept_map
+    cdef uint64_t *dead_map      # starts that cannot work
+    cdef uint64_t *excluded_map
+    cdef uint64_t *reuse_map     # ports where only TIME_WAIT is in the way
+    cdef uint64_t *probed_map
+    cdef int *fds
+    cdef uint16_t *order
+    cdef int stage, drawn, candidates
+    cdef bint given
+    cdef fp_bitgen *bitgen
+    cdef object capsule
+    cdef uint64_t random[4]
+    cdef bint seeded
+    cdef int current, position
+    cdef int beacon, beacon_slot, looks
+    cdef int early_count
+    cdef uint16_t early[EARLY + 1]
+    cdef bint transient
+    cdef readonly int probed
+    cdef readonly int busy
+    cdef readonly int marked
+    cdef readonly int error_port
+
+    def __cinit__(
+        self, int first, int last, int size, int protocols, address=None, *,
+        starts=None, bitgen=None, int keep=0,
+    ):
+        cdef size_t span = last - first + 1
+        cdef const uint16_t[::1] view
+        cdef bytes packed
+        cdef uint64_t *maps
+        cdef int i
+        self.unix_fd = self.beacon = self.spare[0] = self.spare[1] = self.current = -1
+        self.beacon_slot = -1
+        self.first = first
+        self.span = <int>span
+        self.size = size
+        self.protocols = protocols
+        self.kinds = 0
+        if protocols & 1:
+            self.type[self.kinds] = SOCK_STREAM
+            self.kinds += 1
+        if protocols & 2:
+            self.type[self.kinds] = SOCK_DGRAM
+            self.kinds += 1
+        self.keep = keep
+        self.words = <int>((span + 63) >> 6)
+        self.order = <uint16_t *>malloc((span + 4) * sizeof(uint16_t))
+        maps = <uint64_t *>calloc(7 * self.words, sizeof(uint64_t))
+        self.busy_map = maps  # the first: what __dealloc__ frees
+        # fds[i] is valid where kept_map has i, so it needs no clearing
+        self.fds = <int *>malloc(span * self.kinds * sizeof(int))
+        if self.order == NULL or maps == NULL or self.fds == NULL:
+            raise MemoryError
+        self.free_map = maps + self.words
+        self.kept_map = maps + 2 * self.words
+        self.dead_map = maps + 3 * self.words
+        self.excluded_map = maps + 4 * self.words
+        self.reuse_map = maps + 5 * self.words
+        self.probed_map = maps + 6 * self.words
+        self.address4.sin_family = AF_INET
+        self.address6.sin6_family = AF_INET6
+        if address is None:
+            self.family = AF_INET6
+            self.any_family = True
+        else:
+            self.family = address[0]
+            packed = address[1]
+            if self.family == AF_INET:
+                memcpy(&self.address4.sin_addr, <char *>packed, 4)
+            else:
+                memcpy(&self.address6.sin6_addr, <char *>packed, 16)
+        if bitgen is not None:
+            self.bitgen = <fp_bitgen *>PyCapsule_GetPointer(bitgen, b"BitGenerator")
+            self.capsule = bitgen
+        if starts is not None:
+            view = starts
+            self.given = True
+            self.candidates = <int>view.shape[0]
+            for i in range(self.candidates):
+                self.order[i] = <uint16_t>(view[i] - first)
+        self.start_over()
+
+    def __dealloc__(self):
+        self.finish()
+        free(self.busy_map)
+        free(self.order)
+        free(self.fds)
+
+    # --- what the caller says and asks ---
+
+    def exclude(self, int low, int high):
+        """Leave ports low..high out; the number of ports of the range that this newly excludes."""
+        cdef int i, count = 0
+        low = max(low - self.first, 0)
+        high = min(high - self.first, self.span - 1)
+        if low > high:
+            return 0
+        for i in range(low, high + 1):
+            count += not has(self.excluded_map, i)
+        put_all(self.excluded_map, low, high)
+        self.rule_out(low, high)
+        return count
+
+    def allow_reuse(self, int port):
+        """Take ``port`` although it is busy, if SO_REUSEADDR gets it (only TIME_WAIT is there)."""
+        cdef int i = port - self.first
+        if 0 <= i < self.span:
+            put(self.reuse_map, i)
+            drop(self.busy_map, i)
+
+    def retry(self):
+        """Look at everything again that is neither excluded nor known to be busy."""
+        self.rebuild()
+        self.start_over()
+
+    def viable(self):
+        """Whether any start is left that is not ruled out beforehand."""
+        cdef int i
+        if self.given:
+            for i in range(self.drawn, self.candidates):
+                if not has(self.dead_map, self.order[i]):
+                    return True
+            return False
+        for i in range(self.span - self.size + 1):
+            if not has(self.dead_map, i):
+                return True
+        return False
+
+    def run(self):
+        """Search on: ``FOUND``, ``EXHAUSTED``, or the errno that stopped it (at ``error_port``).
+
+        After an errno the caller may :meth:`exclude` the ports it is about and run again.
+        Raises what a signal handler raises, with everything still to be closed by :meth:`close`.
+        """
+        cdef int status
+        while True:
+            with nogil:
+                status = self.step(BATCH)
+            if status != MORE:
+                return status
+            PyErr_CheckSignals()
+
+    @property
+    def start(self):
+        """First port of the block found, or -1."""
+        return -1 if self.current < 0 else self.first + self.current
+
+    @property
+    def found_family(self):
+        """AF_INET or AF_INET6: what the sockets are made of."""
+        return self.family
+
+    @property
+    def longest_free(self):
+        """The longest stretch of ports found free so far, in ports."""
+        cdef int i, run = 0, best = 0
+        for i in range(self.span):
+            run = run + 1 if has(self.free_map, i) else 0
+            best = max(best, run)
+        return best
+
+    def busy_ports(self):
+        """The ports found busy so far, ascending."""
+        cdef int i
+        return [self.first + i for i in range(self.span) if has(self.busy_map, i)]
+
+    def take(self):
+        """Hand over the block just found; the search goes on beside it when run again."""
+        cdef Hold hold = Hold.__new__(Hold)
+        cdef int i, at
+        if self.current < 0 or self.position < self.size:
+            raise RuntimeError("nothing was found to take")
+        hold.fds = <int *>malloc(self.size * self.kinds * sizeof(int))
+        if hold.fds == NULL:
+            raise MemoryError
+        hold.count = self.size * self.kinds
+        at = self.current * self.kinds
+        for i in range(hold.count):
+            hold.fds[i] = self.fds[at + i]
+        for i in range(self.current, self.current + self.size):
+            drop(self.kept_map, i)
+            drop(self.free_map, i)
+        self.kept_ports -= self.size
+        hold.entry = self.unix_fd
+        self.unix_fd = -1
+        put_all(self.excluded_map, self.current, self.current + self.size - 1)
+        self.rule_out(self.current, self.current + self.size - 1)
+        self.current = -1
+        return hold
+
+    def close(self):
+        """Close all that was not taken. Idempotent."""
+        with nogil:
+            self.finish()
+
+    # --- drawing ---
+
+    cdef void start_over(self) noexcept nogil:
+        self.stage = 0
+        self.drawn = 0
+        self.current = -1
+        if not self.given:
+            self.candidates = self.span // self.size
+            self.fill_order()
+
+    cdef void fill_order(self) noexcept nogil:  # order has room for three more
+        """0, 1, 2, ... four at a time."""
+        cdef uint64_t four = (<uint64_t>0x00030002 << 32) | 0x00010000
+        cdef uint64_t step = (<uint64_t>0x00040004 << 32) | 0x00040004
+        cdef int i
+        for i in range(0, self.candidates, 4):
+            memcpy(&self.order[i], &four, 8)  # little-endian, as x86-64 and aarch64 are
+            four += step
+
+    cdef uint32_t draw32(self) noexcept nogil:
+        cdef uint64_t *s = self.random
+        cdef uint64_t result, t
+        if self.bitgen != NULL:
+            return self.bitgen.next_uint32(self.bitgen.state)
+        if not self.seeded:
+            self.seed()
+        # xoshiro256++ 1.0 by Blackman and Vigna (public domain algorithm)
+        result = rotl(s[0] + s[3], 23) + s[0]
+        t = s[1] << 17
+        s[2] ^= s[0]
+        s[3] ^= s[1]
+        s[1] ^= s[2]
+        s[0] ^= s[3]
+        s[2] ^= t
+        s[3] = rotl(s[3], 45)
+        return <uint32_t>(result >> 32)
+
+    cdef void seed(self) noexcept nogil:
+        cdef timespec now
+        if getrandom(self.random, sizeof(self.random), 0) != sizeof(self.random):
+            # a sandbox without getrandom(2): the clock still tells two searches apart
+            clock_gettime(CLOCK_MONOTONIC, &now)
+            self.random[0] = <uint64_t>now.tv_nsec
+            self.random[1] = <uint64_t>now.tv_sec
+            self.random[2] = <uint64_t>getpid()
+            self.random[3] = <uint64_t><size_t>self.order
+        self.random[0] |= 1  # the state must not be all zero
+        self.seeded = True
+
+    cdef uint32_t below(self, uint32_t bound) noexcept nogil:
+        """Uniform in [0, bound), by Lemire's multiplication with rejection (arXiv 1805.10941)."""
+        cdef uint64_t product = <uint64_t>self.draw32() * bound
+        cdef uint32_t low = <uint32_t>product, threshold
+        if low < bound:
+            threshold = (<uint32_t>0 - bound) % bound
+            while low < threshold:
+                product = <uint64_t>self.draw32() * bound
+                low = <uint32_t>product
+        return <uint32_t>(product >> 32)
+
+    cdef int next_start(self) noexcept nogil:
+        """Index of the next start to look at, or -1 when all were drawn."""
+        cdef int i, j, start
+        cdef uint16_t swap
+        while True:
+            if self.drawn >= self.candidates:
+                if self.given or self.stage == 1 or self.size == 1:
+                    return -1
+                self.stage = 1
+                self.drawn = 0
+                self.candidates = self.span - self.size + 1 - self.span // self.size
+                self.fill_order()
+                continue
+            i = self.drawn
+            self.drawn += 1
+            if self.given:
+                start = self.order[i]
+            else:
+                j = i + <int>self.below(<uint32_t>(self.candidates - i))
+                swap = self.order[j]
+                self.order[j] = self.order[i]
+                self.order[i] = swap
+                if self.stage == 0:
+                    start = swap * self.size
+                else:  # the k-th start that is no multiple of the size
+                    start = (swap // (self.size - 1)) * self.size + 1 + swap % (self.size - 1)
+            if not has(self.dead_map, start):
+                return start
+
+    # --- probing ---
+
+    cdef int step(self, int budget) noexcept nogil:
+        """Bind on until found, exhausted, an error, or ``budget`` binds are spent (``MORE``)."""
+        cdef int i, error
+        cdef int middle = self.size // 2
+        if self.current >= 0 and has(self.dead_map, self.current):
+            self.current = -1  # excluded while we were away
+        while True:
+            if self.current < 0:
+                self.current = self.next_start()
+                self.position = 0
+                if self.current < 0:
+                    if self.look_again():
+                        continue
+                    return IS_EXHAUSTED
+            while self.position < self.size:
+                # middle, middle+1, middle-1, middle+2, ... and what is left of the longer side
+                i = (self.position + 1) // 2
+                i = middle + i if self.position & 1 else middle - i
+                if i >= self.size:  # an even size: the lower side has one more
+                    i = 0
+                i += self.current
+                if not has(self.kept_map, i):
+                    if budget <= 0:
+                        return MORE
+                    budget -= 1
+                    error = self.bind_port(i)
+                    if error == EADDRINUSE:
+                        self.found_busy(i)
+                        break
+                    if error != 0:
+                        self.error_port = self.first + i
+                        return error
+                self.position += 1
+            else:
+                return IS_FOUND
+            self.current = -1
+            if self.kept_ports * self.kinds > self.keep:
+                self.let_go()
+
+    cdef int bind_port(self, int i) noexcept nogil:
+        """Bind port ``i`` in every protocol asked for, and look for markers: 0 or the errno."""
+        cdef int kind, error = 0, port = self.first + i
+        if not has(self.probed_map, i):
+            put(self.probed_map, i)
+            self.probed += 1
+        for kind in range(self.kinds):
+            error = self.bind_one(kind, port, has(self.reuse_map, i))
+            if error != 0:
+                break
+            self.fds[i * self.kinds + kind] = self.spare[kind]
+            self.spare[kind] = -1
+        else:
+            kind = self.kinds
+            if self.unix_fd == -1:
+                self.unix_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+                if self.unix_fd < 0:
+                    error = errno
+                    if error == EAFNOSUPPORT or error == EPERM or error == EACCES:
+                        self.unix_fd = -2  # no UNIX sockets here: no markers to heed
+                        error = 0
+            if error == 0 and self.unix_fd >= 0:
+                if (self.protocols & 1 and is_marked(self.unix_fd, False, port)) or (
+                        self.protocols & 2 and is_marked(self.unix_fd, True, port)):
+                    self.marked += 1
+                    error = EADDRINUSE
+        if error != 0:
+            while kind > 0:
+                kind -= 1
+                close(self.fds[i * self.kinds + kind])
+                self.transient = True
+            return error
+        put(self.kept_map, i)
+        put(self.free_map, i)
+        self.kept_ports += 1
+        return 0
+
+    cdef int bind_one(self, int kind, int port, bint reuse) noexcept nogil:
+        """Bind ``spare[kind]`` to ``port``; it stays unbound, to be used again, when that fails."""
+        cdef int fd, error, result, off = 0, on = 1
+        cdef const sockaddr *address
+        cdef socklen_t length
+        while True:
+            fd = self.spare[kind]
+            if fd < 0:
+                fd = socket(self.family, self.type[kind] | SOCK_CLOEXEC, 0)
+                if fd < 0:
+                    error = errno
+                    if error == EAFNOSUPPORT and self.fall_back():
+                        continue
+                    return error
+                self.spare[kind] = fd
+                if self.family == AF_INET6:
+                    setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off))
+            if self.family == AF_INET6:
+                self.address6.sin6_port = htons(<uint16_t>port)
+                address = <sockaddr *>&self.address6
+                length = sizeof(sockaddr_in6)
+            else:
+                self.address4.sin_port = htons(<uint16_t>port)
+                address = <sockaddr *>&self.address4
+                length = sizeof(sockaddr_in)
+            if bind(fd, address, length) == 0:
+                return 0
+            error = errno
+            if error == EADDRINUSE and reuse:
+                # SO_REUSEADDR passes over TIME_WAIT; cleared at once, the hold is exclusive again
+                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on))
+                result = bind(fd, address, length)
+                error = errno
+                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &off, sizeof(off))
+                if result == 0:
+                    return 0
+            if error == EADDRNOTAVAIL and self.fall_back():
+                continue
+            return error
+
+    cdef bint fall_back(self) noexcept nogil:
+        """From the dual-stack wildcard to 0.0.0.0 where there is no IPv6."""
+        cdef int kind
+        if not self.any_family or self.family == AF_INET:
+            return False
+        self.family = AF_INET
+        for kind in range(self.kinds):
+            if self.spare[kind] >= 0:
+                close(self.spare[kind])
+                self.spare[kind] = -1
+        return True
+
+    cdef void rule_out(self, int low, int high) noexcept nogil:
+        """No window that holds a port of low..high can work any more."""
+        put_all(self.dead_map, max(low - self.size + 1, 0), min(high, self.span - self.size))
+
+    cdef void found_busy(self, int i) noexcept nogil:
+        if not has(self.busy_map, i):
+            put(self.busy_map, i)
+            self.busy += 1
+        self.rule_out(i, i)
+        if self.beacon == -1:
+            self.early[self.early_count] = <uint16_t>i
+            self.early_count += 1
+            if self.kept_ports > 0 or self.early_count > EARLY:
+                self.light_beacon()
+
+    cdef void let_go(self) noexcept nogil:
+        """Close what is kept; it stays known as free."""
+        cdef int word, i, kind
+        cdef uint64_t bits
+        if self.kept_ports == 0:
+            return
+        self.transient = True
+        for word in range(self.words):
+            bits = self.kept_map[word]
+            self.kept_map[word] = 0
+            while bits:
+                i = (word << 6) + FP_CTZ(bits)
+                bits &= bits - 1
+                for kind in range(self.kinds):
+                    close(self.fds[i * self.kinds + kind])
+        self.kept_ports = 0
+
+    cdef void rebuild(self) noexcept nogil:
+        """Work out anew which starts are dead, and how many ports are busy."""
+        cdef int i
+        memset(self.dead_map, 0, self.words * sizeof(uint64_t))
+        self.busy = 0
+        for i in range(self.span):
+            if has(self.busy_map, i):
+                self.busy += 1
+                self.rule_out(i, i)
+            elif has(self.excluded_map, i):
+                self.rule_out(i, i)
+
+    # --- searches that are in each other's way ---
+    #
+    # A search binds ports that it gives back a moment later (a window that did not work out). To
+    # another search they look busy. So a search that finds ports busy lights a beacon, an abstract
+    # datagram socket with one of a few known names, and a search that gave ports back sends their
+    # numbers to all beacons. Before it refuses, a search looks again at the ports it was told of.
+
+    cdef int beacon_address(self, sockaddr_un *address, int slot) noexcept nogil:
+        cdef char name[16]
+        memcpy(name, b"fastports/s/", 12)
+        name[12] = <char>(97 + slot)
+        return set_abstract(address, name, 13)
+
+    cdef void light_beacon(self) noexcept nogil:
+        cdef sockaddr_un address
+        cdef int fd, slot, length
+        self.beacon = -2  # tried
+        fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)
+        if fd < 0:
+            return
+        for slot in range(BEACONS):
+            length = self.beacon_address(&address, slot)
+            if bind(fd, <sockaddr *>&address, length) == 0:
+                self.beacon = fd
+                self.beacon_slot = slot
+                return
+        close(fd)
+
+    cdef void tell(self) noexcept nogil:
+        """Send the ports that were bound and given back to every beacon."""
+        cdef sockaddr_un address
+        cdef int i, slot, length, count = 0, fd = self.beacon
+        cdef uint16_t *ports
+        if not self.transient:
+            return
+        self.transient = False
+        ports = <uint16_t *>malloc(self.span * sizeof(uint16_t))
+        if fd < 0:
+            fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+        if ports != NULL and fd >= 0:
+            for i in range(self.span):
+                # in the busy map too: bound in one protocol, or marked, and given back
+                if not has(self.kept_map, i) and (has(self.free_map, i) or (
+                        (self.kinds > 1 or self.marked > 0) and has(self.busy_map, i))):
+                    ports[count] = <uint16_t>(self.first + i)
+                    count += 1
+            for slot in range(BEACONS):
+                if slot != self.beacon_slot:
+                    length = self.beacon_address(&address, slot)
+                    sendto(fd, ports, count * sizeof(uint16_t), MSG_DONTWAIT,
+                           <sockaddr *>&address, length)
+        free(ports)
+        if fd >= 0 and fd != self.beacon:
+            close(fd)
+
+    cdef bint others_search(self) noexcept nogil:
+        cdef sockaddr_un address
+        cdef int slot, length, fd
+        cdef bint found = False
+        fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+        if fd < 0:
+            return False
+        for slot in range(BEACONS):
+            if slot != self.beacon_slot:
+                length = self.beacon_address(&address, slot)
+                if name_is_bound(fd, &address, length):
+                    found = True
+                    break
+        close(fd)
+        return found
+
+    cdef bint look_again(self) noexcept nogil:
+        """Before a refusal: put back what others may have held for a moment. True to search on."""
+        cdef int i, again = 0
+        if self.busy == 0 or self.looks >= LAST_LOOKS:
+            return False
+        self.looks += 1
+        self.let_go()
+        self.tell()
+        if self.beacon == -1:
+            self.light_beacon()
+        if self.beacon < 0 and self.looks == 1:
+            again = self.busy  # nobody could tell us anything
+            memset(self.busy_map, 0, self.words * sizeof(uint64_t))
+        for i in range(self.early_count):  # seen before anybody could tell us
+            again += has(self.busy_map, self.early[i])
+            drop(self.busy_map, self.early[i])
+        self.early_count = 0
+        if self.beacon >= 0:
+            again += self.listen_to_others()
+        if again == 0:
+            return False
+        self.rebuild()
+        self.start_over()
+        return True
+
+    cdef int listen_to_others(self) noexcept nogil:
+        """Take what others gave back out of the busy map; how many ports that is."""
+        cdef int count, i, port, messages = 0, again = 0
+        cdef uint16_t *ports = <uint16_t *>malloc(65536 * sizeof(uint16_t))
+        cdef ssize_t size
+        cdef pollfd poller
+        cdef timespec begin, now
+        if ports == NULL:
+            return 0
+        poller.fd = self.beacon
+        poller.events = <short>POLLIN
+        clock_gettime(CLOCK_MONOTONIC, &begin)
+        while True:
+            size = recv(self.beacon, ports, 65536 * sizeof(uint16_t), 0)
+            clock_gettime(CLOCK_MONOTONIC, &now)
+            if size >= 0 and messages < BEACON_QUEUE:
+                messages += 1
+                count = <int>(size // <ssize_t>sizeof(uint16_t))
+                for i in range(count):
+                    port = ports[i] - self.first
+                    if 0 <= port < self.span and has(self.busy_map, port):
+                        drop(self.busy_map, port)
+                        again += 1
+            elif ((now.tv_sec - begin.tv_sec) * 1000 + (now.tv_nsec - begin.tv_nsec) // 1000000
+                    >= LAST_LOOK_WAIT_MS or size >= 0 or not self.others_search()):
+                break
+            else:
+                poll(&poller, 1, 1)
+        if messages >= BEACON_QUEUE:  # the queue was full: more may have been said
+            again = self.busy
+            memset(self.busy_map, 0, self.words * sizeof(uint64_t))
+        free(ports)
+        return again
+
+    cdef void finish(self) noexcept nogil:
+        cdef int kind
+        if self.busy_map == NULL or self.fds == NULL:
+            return
+        self.let_go()
+        self.tell()
+        self.current = -1
+        for kind in range(2):
+            if self.spare[kind] >= 0:
+                close(self.spare[kind])
+                self.spare[kind] = -1
+        if self.unix_fd >= 0:
+            close(self.unix_fd)
+            self.unix_fd = -1
+        if self.beacon >= 0:
+            close(self.beacon)
+            self.beacon = -2
+
+
+# --- looking only --------------------------------------------------------------------------------
+
+def probe(const uint16_t[::1] ports, int8_t[::1] states, int protocols, address=None):
+    """Bind and close each port: ``FREE``, ``BUSY`` or ``DENIED`` into ``states``.
+
+    Returns 0, or the errno of a failure that is no fact about a port (address, descriptors).
+    A port that is bound in one protocol only is BUSY for both.
+    """
+    cdef Search search
+    cdef Py_ssize_t i = 0, total = ports.shape[0]
+    cdef int error = 0
+    if states.shape[0] != total:
+        raise ValueError("states must have as many items as ports")
+    # a search over every port, driven by hand: it knows addresses, families and markers
+    search = Search(1, 65535, 1, protocols, address)
+    while i < total and error == 0:
+        with nogil:
+            error = probe_some(search, ports, states, &i, total)
+        PyErr_CheckSignals()
+    search.close()
+    return error
+
+
+cdef int probe_some(
+    Search search, const uint16_t[::1] ports, int8_t[::1] states, Py_ssize_t *at, Py_ssize_t total
+) noexcept nogil:
+    cdef Py_ssize_t end = min(at[0] + BATCH, total)
+    cdef int i, error, kind
+    while at[0] < end:
+        i = ports[at[0]] - search.first
+        error = search.bind_port(i)
+        if error == 0:
+            states[at[0]] = 0
+            drop(search.kept_map, i)
+            search.kept_ports -= 1
+            for kind in range(search.kinds):
+                close(search.fds[i * search.kinds + kind])
+        elif error == EADDRINUSE:
+            states[at[0]] = 1
+        elif error == EACCES or error == EPERM:
+            states[at[0]] = 2
+        else:
+            return error
+        at[0] += 1
+    return 0
