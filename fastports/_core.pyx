@@ -10,6 +10,9 @@ lives nobody else can bind the port, not even with SO_REUSEADDR or SO_REUSEPORT.
 """
 
 cimport cython
+from cpython.buffer cimport (
+    PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -403,6 +406,7 @@ cdef class Search:
     cdef int early_count
     cdef uint16_t early[EARLY + 1]
     cdef bint transient
+    cdef list taken
     cdef readonly int probed
     cdef readonly int busy
     cdef readonly int marked
@@ -413,7 +417,7 @@ cdef class Search:
         starts=None, bitgen=None, int keep=0,
     ):
         cdef size_t span = last - first + 1
-        cdef const uint16_t[::1] view
+        cdef Py_buffer view
         cdef bytes packed
         cdef uint64_t *maps
         cdef int i
@@ -461,11 +465,12 @@ cdef class Search:
             self.bitgen = <fp_bitgen *>PyCapsule_GetPointer(bitgen, b"BitGenerator")
             self.capsule = bitgen
         if starts is not None:
-            view = starts
+            get_buffer(starts, &view, 2, False)
             self.given = True
-            self.candidates = <int>view.shape[0]
+            self.candidates = <int>min(view.len // 2, <Py_ssize_t>span)
             for i in range(self.candidates):
-                self.order[i] = <uint16_t>(view[i] - first)
+                self.order[i] = <uint16_t>((<const uint16_t *>view.buf)[i] - first)
+            PyBuffer_Release(&view)
         self.start_over()
 
     def __dealloc__(self):
@@ -571,6 +576,9 @@ cdef class Search:
         self.kept_ports -= self.size
         hold.entry = self.unix_fd
         self.unix_fd = -1
+        if self.taken is None:
+            self.taken = []
+        self.taken.append(hold)  # for abandon: a fork or a signal may come before it has an owner
         put_all(self.excluded_map, self.current, self.current + self.size - 1)
         self.rule_out(self.current, self.current + self.size - 1)
         self.current = -1
@@ -578,6 +586,25 @@ cdef class Search:
 
     def close(self):
         """Close all that was not taken. Idempotent."""
+        with nogil:
+            self.finish()
+
+    def put_back(self, int first, int count):
+        """Search ports that were taken, and given back by the caller, again."""
+        cdef int i
+        for i in range(max(first - self.first, 0), min(first + count - self.first, self.span)):
+            drop(self.excluded_map, i)
+        self.rebuild()
+
+    def abandon(self, bint tell):
+        """Close everything bound so far, taken or not. A forked child has no need to ``tell``."""
+        cdef Hold hold
+        if not tell:
+            self.transient = False
+        for taken in self.taken or ():
+            hold = taken
+            hold.drop_sockets()
+            hold.drop_entry()
         with nogil:
             self.finish()
 
@@ -713,37 +740,39 @@ cdef class Search:
 
     cdef int bind_port(self, int i) noexcept nogil:
         """Bind port ``i`` in every protocol asked for, and look for markers: 0 or the errno."""
-        cdef int kind, error = 0, port = self.first + i
+        cdef int kind, bound = 0, error = 0, port = self.first + i
         if not has(self.probed_map, i):
             put(self.probed_map, i)
             self.probed += 1
-        for kind in range(self.kinds):
-            error = self.bind_one(kind, port, has(self.reuse_map, i))
+        while bound < self.kinds:
+            error = self.bind_one(bound, port, has(self.reuse_map, i))
             if error != 0:
                 break
-            self.fds[i * self.kinds + kind] = self.spare[kind]
-            self.spare[kind] = -1
-        else:
-            kind = self.kinds
-            if self.unix_fd == -1:
-                self.unix_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
-                if self.unix_fd < 0:
-                    error = errno
-                    if error == EAFNOSUPPORT or error == EPERM or error == EACCES:
-                        self.unix_fd = -2  # no UNIX sockets here: no markers to heed
-                        error = 0
-            if error == 0 and self.unix_fd >= 0:
-                if (self.protocols & 1 and is_marked(self.unix_fd, False, port)) or (
-                        self.protocols & 2 and is_marked(self.unix_fd, True, port)):
-                    self.marked += 1
-                    error = EADDRINUSE
+            bound += 1
+        if error == 0 and self.unix_fd == -1:
+            self.unix_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+            if self.unix_fd < 0:
+                error = errno
+                if error == EAFNOSUPPORT or error == EPERM or error == EACCES:
+                    self.unix_fd = -2  # no UNIX sockets here: no markers to heed
+                    error = 0
+        if error == 0 and self.unix_fd >= 0:
+            if (self.protocols & 1 and is_marked(self.unix_fd, False, port)) or (
+                    self.protocols & 2 and is_marked(self.unix_fd, True, port)):
+                self.marked += 1
+                error = EADDRINUSE
         if error != 0:
-            while kind > 0:
-                kind -= 1
-                close(self.fds[i * self.kinds + kind])
+            for kind in range(bound):
+                close(self.spare[kind])
+                self.spare[kind] = -1
                 self.transient = True
             return error
+        # in this order every bound socket is on record at every moment, for abandon
+        for kind in range(self.kinds):
+            self.fds[i * self.kinds + kind] = self.spare[kind]
         put(self.kept_map, i)
+        for kind in range(self.kinds):
+            self.spare[kind] = -1
         put(self.free_map, i)
         self.kept_ports += 1
         return 0
@@ -993,31 +1022,70 @@ cdef class Search:
             self.beacon = -2
 
 
-# --- looking only --------------------------------------------------------------------------------
+# --- arrays of ports --------------------------------------------------------------------------------
 
-def probe(const uint16_t[::1] ports, int8_t[::1] states, int protocols, address=None):
+cdef int get_buffer(object array, Py_buffer *view, Py_ssize_t itemsize, bint writable) except -1:
+    """A C-contiguous one-dimensional view. Plain Py_buffer: typed memoryviews cost 2 ms at import."""
+    PyObject_GetBuffer(array, view, PyBUF_WRITABLE | PyBUF_ND if writable else PyBUF_ND)
+    if view.ndim != 1 or view.itemsize != itemsize:
+        PyBuffer_Release(view)
+        raise ValueError(f"need a one-dimensional array of items of {itemsize} bytes")
+    return 0
+
+
+def check_ports(ports, int first, int last, bint distinct):
+    """Index of the first port outside first..last, or (``distinct``) seen before; -1 for none."""
+    cdef uint64_t seen[1024]
+    cdef Py_buffer view
+    cdef const uint16_t *items
+    cdef Py_ssize_t i, bad = -1
+    memset(seen, 0, sizeof(seen))
+    get_buffer(ports, &view, 2, False)
+    items = <const uint16_t *>view.buf
+    for i in range(view.len // 2):
+        if not first <= items[i] <= last or (distinct and has(seen, items[i])):
+            bad = i
+            break
+        put(seen, items[i])
+    PyBuffer_Release(&view)
+    return bad
+
+
+def probe(ports, states, int protocols, address=None):
     """Bind and close each port: ``FREE``, ``BUSY`` or ``DENIED`` into ``states``.
 
-    Returns 0, or the errno of a failure that is no fact about a port (address, descriptors).
-    A port that is bound in one protocol only is BUSY for both.
+    ``ports`` is a buffer of uint16, ``states`` a writable one of as many single bytes. Returns 0,
+    or the errno of a failure that is no fact about a port (address, descriptors). A port that is
+    bound in one protocol only is BUSY for both.
     """
-    cdef Search search
-    cdef Py_ssize_t i = 0, total = ports.shape[0]
-    cdef int error = 0
-    if states.shape[0] != total:
-        raise ValueError("states must have as many items as ports")
     # a search over every port, driven by hand: it knows addresses, families and markers
-    search = Search(1, 65535, 1, protocols, address)
-    while i < total and error == 0:
-        with nogil:
-            error = probe_some(search, ports, states, &i, total)
-        PyErr_CheckSignals()
-    search.close()
+    cdef Search search = Search(1, 65535, 1, protocols, address)
+    cdef Py_buffer view, out
+    cdef Py_ssize_t i = 0, total
+    cdef int error = 0
+    get_buffer(ports, &view, 2, False)
+    try:
+        get_buffer(states, &out, 1, True)
+        try:
+            total = view.len // 2
+            if out.len != total:
+                raise ValueError("states must have as many items as ports")
+            while i < total and error == 0:
+                with nogil:
+                    error = probe_some(
+                        search, <const uint16_t *>view.buf, <int8_t *>out.buf, &i, total
+                    )
+                PyErr_CheckSignals()
+        finally:
+            PyBuffer_Release(&out)
+    finally:
+        PyBuffer_Release(&view)
+        search.close()
     return error
 
 
 cdef int probe_some(
-    Search search, const uint16_t[::1] ports, int8_t[::1] states, Py_ssize_t *at, Py_ssize_t total
+    Search search, const uint16_t *ports, int8_t *states, Py_ssize_t *at, Py_ssize_t total
 ) noexcept nogil:
     cdef Py_ssize_t end = min(at[0] + BATCH, total)
     cdef int i, error, kind

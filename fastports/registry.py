@@ -72,7 +72,7 @@ if TYPE_CHECKING:
             """What is recorded now, by everybody the registry can see, in port order."""
 
         def close(self) -> None:
-            """Give back what the registry itself uses (connections, threads, leases). Idempotent."""
+            """Give back the registry's own connections, threads and leases. Idempotent."""
 
 
 class Owner:

@@ -1,0 +1,79 @@
+"""Find free ports and hold them until the program they are meant for is listening.
+
+>>> import fastports
+>>> with fastports.allocate(8) as block:
+...     len(block)
+8
+"""
+
+from __future__ import annotations
+
+try:
+    from . import _core
+except ImportError as exc:
+    raise ImportError(
+        "the compiled core of fastports (fastports._core) is missing or was built for another"
+        " Python. Build it with: pip install --force-reinstall fastports, or in a checkout:"
+        " pip install -e ."
+    ) from exc
+del _core
+
+from .allocator import Allocator, PortState
+from .block import PortBlock
+from .errors import (
+    AllocationTimeout,
+    BindDenied,
+    BlockReleased,
+    DescriptorLimit,
+    FastportsError,
+    HandoffError,
+    InvalidRequest,
+    LeaseLost,
+    NotOwner,
+    PortsUnavailable,
+    PrivilegedPort,
+    RegistryDenied,
+    RegistryError,
+    RegistryTimeout,
+    RegistryUnavailable,
+)
+from .host import entries
+from .ranges import PortRange
+from .registry import Entry
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllocationTimeout",
+    "Allocator",
+    "BindDenied",
+    "BlockReleased",
+    "DescriptorLimit",
+    "Entry",
+    "FastportsError",
+    "HandoffError",
+    "InvalidRequest",
+    "LeaseLost",
+    "NotOwner",
+    "PortBlock",
+    "PortRange",
+    "PortState",
+    "PortsUnavailable",
+    "PrivilegedPort",
+    "RegistryDenied",
+    "RegistryError",
+    "RegistryTimeout",
+    "RegistryUnavailable",
+    "allocate",
+    "allocate_many",
+    "entries",
+    "probe",
+    "reserve",
+]
+
+# The allocator behind the functions below: no setting of its own, one for the process.
+_default = Allocator()
+allocate = _default.allocate
+reserve = _default.reserve
+allocate_many = _default.allocate_many
+probe = _default.probe

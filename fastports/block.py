@@ -1,0 +1,350 @@
+"""``PortBlock``: ports that are held, and by whom.
+
+A block belongs to the process that made it. After ``os.fork()`` the child's copies of the
+descriptors are closed at once and its blocks refuse to act, so that a port is free the moment its
+owner says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _weakref import ref  # what weakref.ref is; the module around it costs 0.9 ms at import
+
+from ._core import TCP, UDP, Hold, bind_abstract, marker
+from .errors import BlockReleased, NotOwner, PortsUnavailable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any, Protocol, overload
+
+    from ._core import Search
+    from .handoff import Child
+    from .registry import Owner
+
+    class Releaser(Protocol):
+        def release(self, blocks: Sequence[PortBlock]) -> None: ...
+
+
+else:
+
+    def overload(function):
+        return function
+
+
+__all__ = ["PROTOCOLS", "PortBlock"]
+
+#: The core's bit mask for each protocol name.
+PROTOCOLS = {"tcp": TCP, "udp": UDP, "both": TCP | UDP}
+
+# What a forked child must close: it has copies of our descriptors and, maybe, none of our threads.
+# Global because fork is: os.register_at_fork cannot be undone, so it is called once.
+_live: dict[int, ref[PortBlock]] = {}
+_searching: set[Search] = set()
+_watching_forks: list[bool] = []
+
+
+def watch_forks() -> None:
+    """Have the descriptors of blocks and running searches closed in children of os.fork()."""
+    if not _watching_forks:
+        _watching_forks.append(True)
+        os.register_at_fork(after_in_child=_close_in_child)
+
+
+def searching(search: Search) -> None:
+    """Remember a search until :func:`searched`, for a fork in between."""
+    _searching.add(search)
+
+
+def searched(search: Search) -> None:
+    _searching.discard(search)
+
+
+def _close_in_child() -> None:
+    for search in _searching:
+        search.abandon(False)
+    _searching.clear()
+    for reference in list(_live.values()):
+        block = reference()
+        if block is not None:
+            block._close_copies()
+    _live.clear()
+
+
+class PortBlock:
+    """Contiguous ports that nobody else can take. Made by ``allocate`` and ``reserve``.
+
+    A block is a sequence of its port numbers. It is held until :meth:`release`, the end of its
+    ``with`` statement, its last reference, or the end of the process, whichever comes first.
+
+    Attributes
+    ----------
+    first, last
+        Port numbers, inclusive.
+    host
+        The address held; None for the wildcard of every family.
+    protocol
+        ``"tcp"``, ``"udp"`` or ``"both"``.
+    label
+        As given to the call that made the block.
+    owner
+        The process that made it, and the block's token.
+
+    Notes
+    -----
+    A hold is a socket that is bound with no option set and does not listen. While it lives, bind(2)
+    of its port fails with EADDRINUSE for every other socket, whatever options it sets, and connect
+    gets ECONNREFUSED. While the door is open, a socket with SO_REUSEADDR can bind and listen beside
+    the hold; the program meant for the port, but also a stranger who asks for this very port.
+    """
+
+    __slots__ = (
+        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "first", "host", "label",
+        "last", "owner", "protocol",
+    )  # fmt: skip
+
+    first: int
+    last: int
+    host: str | None
+    protocol: str
+    label: str
+    owner: Owner
+
+    def __init__(
+        self,
+        hold: Hold,
+        first: int,
+        size: int,
+        *,
+        protocol: str,
+        host: str | None,
+        label: str,
+        metadata: Mapping[str, object] | None,
+        owner: Owner,
+    ) -> None:
+        self._hold = hold
+        self._markers: Hold | None = None
+        self._metadata = metadata
+        self._registry: Releaser | None = None
+        self.first = first
+        self.last = first + size - 1
+        self.host = host
+        self.protocol = protocol
+        self.label = label
+        self.owner = owner
+        _live[id(self)] = ref(self)
+
+    # --- looking ---
+
+    @property
+    def ports(self) -> range:
+        """The ports as a range, ascending."""
+        return range(self.first, self.last + 1)
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """A copy of the metadata given to the call that made the block."""
+        return dict(self._metadata or {})
+
+    @property
+    def released(self) -> bool:
+        """Whether the block was given back. In a forked child: whether it was when it forked."""
+        return self._hold is None
+
+    @property
+    def state(self) -> str:
+        """``"held"``, ``"closed"`` (handed over in close mode: kept by markers) or ``"released"``.
+
+        A cluster registry adds ``"degraded"`` and ``"contested"``.
+        """
+        if self._hold is None:
+            return "released"
+        return "held" if self._markers is None else "closed"
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ports)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> range: ...  # noqa: F811 (an overload)
+    def __getitem__(self, index: int | slice) -> int | range:  # noqa: F811
+        return self.ports[index]
+
+    def __contains__(self, port: object) -> bool:
+        return port in self.ports
+
+    def __repr__(self) -> str:
+        shown = f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
+        parts = [f"{shown}/{self.protocol}"]
+        if self.host is not None:
+            parts.append(f"host={self.host!r}")
+        if self.label:
+            parts.append(f"label={self.label!r}")
+        parts.append(self.state if self.owner.pid == os.getpid() else f"of pid {self.owner.pid}")
+        return f"<PortBlock {' '.join(parts)}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "a PortBlock cannot be pickled or copied: it owns descriptors of this process. Send its"
+            " port numbers (list(block)), or pass the sockets themselves with spawn."
+        )
+
+    # --- acting ---
+
+    def filenos(self) -> list[int]:
+        """The held descriptors in port order; with both protocols tcp, udp, tcp, udp, ..."""
+        return self._acting().filenos()
+
+    def open_door(self, *ports: int) -> None:
+        """Let a socket with SO_REUSEADDR bind ``ports`` (default: all) beside the hold.
+
+        Until somebody listens on it, a stranger that binds this very port with SO_REUSEADDR can
+        enter too. Close the door as soon as the program listens.
+
+        Raises
+        ------
+        BlockReleased, NotOwner
+        """
+        self._set_door(True, ports)
+
+    def close_door(self, *ports: int) -> None:
+        """Let nobody (else) bind ``ports`` (default: all). The opposite of :meth:`open_door`."""
+        self._set_door(False, ports)
+
+    def _set_door(self, is_open: bool, ports: tuple[int, ...]) -> None:
+        hold = self._acting()
+        if not ports:
+            hold.set_door(is_open)
+            return
+        each = 2 if self.protocol == "both" else 1
+        for port in ports:
+            if port not in self.ports:
+                raise IndexError(f"port {port} is not one of {self.first}-{self.last}")
+            hold.set_door(is_open, (port - self.first) * each, each)
+
+    def close_holds(self) -> None:
+        """Close the sockets for a program that binds plainly; markers keep the ports taken.
+
+        One marker (an abstract UNIX socket) per port is bound *before* its socket is closed, and
+        every fastports user looks for the marker *after* its own bind, so that no other fastports
+        user can get the port in between. Programs that do not use fastports can: this is the one
+        mode with that race. :meth:`release` lets the markers go. Idempotent.
+
+        Raises
+        ------
+        PortsUnavailable
+            When somebody else has bound one of the markers; the block stays held.
+        """
+        hold = self._acting()
+        if self._markers is not None:
+            return
+        bits = PROTOCOLS[self.protocol]
+        markers: list[int] = []
+        try:
+            for port in self.ports:
+                for bit in (TCP, UDP):
+                    if bits & bit:
+                        markers.append(bind_abstract(marker(bit, port)))
+        except OSError as exc:
+            for fd in markers:
+                os.close(fd)
+            raise PortsUnavailable(
+                f"port {port} cannot be marked as taken ({exc.strerror}); it is still held."
+                " Release this block and allocate another.",
+                range=f"{self.first}-{self.last}",
+                wanted=len(self),
+                protocol=self.protocol,
+                host=self.host,
+                cause="marked",
+            ) from exc
+        self._markers = Hold.adopt(markers)
+        hold.close_sockets()
+
+    def spawn(self, argv: Sequence[str], **options: Any) -> Child:
+        """Start a program on these ports; see :func:`fastports.handoff.spawn`."""
+        # the one upward import of the package, for the sake of block.spawn(...); 1 ms, when used
+        from .handoff import spawn
+
+        return spawn(self, argv, **options)
+
+    def release(self) -> None:
+        """Give the ports back. Idempotent; any thread of the owning process may call it.
+
+        Raises
+        ------
+        NotOwner
+            In another process than the one that made the block (after a fork).
+        """
+        if self.owner.pid != os.getpid():
+            raise self._not_owner()
+        self._release()
+
+    def _release(self) -> None:
+        if _live.pop(id(self), None) is None:  # atomic: one caller wins
+            return
+        try:
+            registry = self._registry
+            if registry is not None:
+                registry.release([self])
+        finally:
+            self._close_copies()
+
+    def _close_copies(self) -> None:
+        hold, self._hold = self._hold, None  # type: ignore[assignment]
+        markers, self._markers = self._markers, None
+        if hold is not None:
+            hold.close()
+        if markers is not None:
+            markers.close()
+
+    def __enter__(self) -> PortBlock:
+        self._acting()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # a forked child leaves the statement too, and must not hide its own way out
+        if self.owner.pid == os.getpid():
+            self._release()
+
+    def __del__(self) -> None:
+        # Half-made objects, and interpreters that are going down, have nothing to tell.
+        if getattr(self, "_hold", None) is None or os is None:
+            return
+        if self.owner.pid == os.getpid() and not sys.is_finalizing():
+            import warnings  # loaded by then in all but the smallest programs
+
+            warnings.warn(
+                f"unreleased {self!r}: its ports are given back now. Keep the block for as long"
+                " as they are needed, and release it or use `with`.",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+        self._release()
+
+    def _acting(self) -> Hold:
+        """The hold, for a method that acts on it: only in the owner, only before release."""
+        if self.owner.pid != os.getpid():
+            raise self._not_owner()
+        hold = self._hold
+        if hold is None:
+            raise BlockReleased(
+                f"ports {self.first}-{self.last} were released and may be anybody's by now."
+                " Allocate a new block.",
+                range=f"{self.first}-{self.last}",
+            )
+        return hold
+
+    def _not_owner(self) -> NotOwner:
+        return NotOwner(
+            f"ports {self.first}-{self.last} belong to process {self.owner.pid}, not to its forked"
+            f" child {os.getpid()}: the child may read the block, the parent acts on it. Allocate"
+            " in the child what the child needs.",
+            owner=self.owner.pid,
+            caller=os.getpid(),
+        )

@@ -1,0 +1,205 @@
+"""The host registry: who has which ports in this network namespace, without file or daemon.
+
+Abstract UNIX sockets have exactly the scope of a port (the network namespace), die with their
+owner and need no permission (unix(7)). One *entry* per block, an abstract name such as ::
+
+    fastports/t/20417-20424/3039/4f3a2b/1c20/decode-0
+              |      |       |     |      |     label
+              |      |       |     |      made at, seconds of CLOCK_BOOTTIME, hexadecimal
+              |      |       pid and its start time in clock ticks, hexadecimal
+              |      ports; @ and the packed address in hexadecimal where one address is held
+              t(cp), u(dp) or b(oth)
+
+is read back from ``/proc/net/unix``. Anybody may bind any name: what is read is not trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ._core import parse_address
+from .registry import Entry, Owner
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from .block import PortBlock
+    from .registry import Recordable
+
+__all__ = ["HostRegistry", "entries", "process_start"]
+
+_LETTERS = {"tcp": "t", "udp": "u", "both": "b"}
+_PROTOCOLS = {letter: protocol for protocol, letter in _LETTERS.items()}
+_NAME_BYTES = 107  # sizeof(sun_path) less the leading NUL (unix(7))
+_PREFIX = b"@fastports/"
+
+
+def process_start(pid: int | str = "self") -> int | None:
+    """Start time of a process in clock ticks since boot (proc(5)); None where there is none."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.read(fd, 4096)
+    except OSError:  # ESRCH: gone between open and read
+        return None
+    finally:
+        os.close(fd)
+    # the command name may hold spaces and parentheses: count from the last one
+    return int(text[text.rindex(b")") + 2 :].split()[19])
+
+
+class HostRegistry:
+    """Writes an entry for each block of this process. Needs no service; cannot fail a claim."""
+
+    def __init__(self) -> None:
+        self._self = (0, 0, "")
+
+    def owner(self) -> Owner:
+        """This process, as an owner with a token of its own."""
+        pid, start, _ = self._identity()
+        return Owner(pid, start)
+
+    def _identity(self) -> tuple[int, int, str]:
+        pid = os.getpid()
+        if self._self[0] != pid:  # first use, or first use in a forked child
+            start = process_start() or 0
+            self._self = (pid, start, f"/{pid:x}/{start:x}/")
+        return self._self
+
+    def claim(
+        self,
+        blocks: Sequence[PortBlock],
+        *,
+        search: tuple[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Collection[int]:
+        """Write the blocks' entries. Always succeeds: the hold itself excludes others.
+
+        A block whose name somebody has taken on purpose, or for which there are no UNIX sockets,
+        goes without an entry; it is held all the same.
+        """
+        middle = self._identity()[2]
+        now = int(time.clock_gettime(time.CLOCK_BOOTTIME))
+        for block in blocks:
+            at = ""
+            if block.host is not None:
+                parsed = parse_address(block.host)
+                at = "@" + parsed[1].hex() if parsed is not None else ""
+            head = f"fastports/{_LETTERS[block.protocol]}/{block.first}-{block.last}{at}{middle}"
+            for attempt in range(8):
+                name = f"{head}{now - attempt:x}/{block.label}".encode()
+                if len(name) > _NAME_BYTES:  # cut the label, not inside a character
+                    name = name[:_NAME_BYTES].decode(errors="ignore").encode()
+                if block._hold.record(name) <= 0:
+                    break
+        return ()
+
+    def release(self, blocks: Sequence[Recordable]) -> None:
+        """Nothing to do: the entry is closed with the hold."""
+
+    def entries(self) -> Iterator[Entry]:
+        return entries()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def entries() -> Iterator[Entry]:
+    """Blocks held in the calling thread's network namespace, by whomever, in port order.
+
+    Yields
+    ------
+    Entry
+        As its owner wrote it. ``alive`` tells whether the pid and start time it names match a
+        process visible here; names that are not well-formed are passed over.
+
+    Raises
+    ------
+    OSError
+        Where ``/proc/net/unix`` cannot be read.
+    """
+    with open("/proc/thread-self/net/unix", "rb") as file:
+        text = file.read()
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    alive: dict[tuple[int, int], bool | None] = {}
+    found = []
+    for line in text.split(b"\n"):
+        # Num RefCount Protocol Flags Type St Inode Path (proc(5)); the path ends the line
+        at = line.find(_PREFIX)
+        if at < 0:
+            continue
+        columns = line[:at].split()
+        if len(columns) != 7 or columns[4] != b"0002":  # SOCK_DGRAM
+            continue
+        entry = _parse(line[at + len(_PREFIX) :], now)
+        if entry is None:
+            continue
+        who = entry.pid, entry.start
+        if who not in alive:
+            alive[who] = _runs_here(*who)
+        entry.alive = alive[who]
+        found.append(entry)
+    found.sort(key=lambda entry: (entry.first, entry.last, entry.protocol, entry.pid))
+    return iter(found)
+
+
+def _parse(name: bytes, now: float) -> Entry | None:
+    """The entry that ``name`` (after ``fastports/``) spells, or None. The name is anybody's."""
+    fields = name.split(b"/", 5)
+    if len(fields) != 6 or len(name) > _NAME_BYTES:
+        return None
+    letter, ports, pid, start, made, label = fields
+    protocol = _PROTOCOLS.get(letter.decode("latin-1"))
+    span, at, address = ports.partition(b"@")
+    low, dash, high = span.partition(b"-")
+    if protocol is None or not dash or not (low.isdigit() and high.isdigit()):
+        return None
+    first, last = int(low), int(high)
+    if not (1 <= first <= last <= 65535 and len(low) <= 5 and len(high) <= 5):
+        return None
+    numbers = []
+    for field in (pid, start, made):
+        # int(, 16) would take signs, spaces, underscores and 0x
+        if not 1 <= len(field) <= 12 or field.strip(b"0123456789abcdef"):
+            return None
+        numbers.append(int(field, 16))
+    host = _address(address) if at else None
+    if at and host is None:
+        return None
+    try:
+        text = label.decode()
+    except UnicodeDecodeError:
+        return None
+    if not text.isprintable():
+        return None
+    return Entry(
+        first,
+        last,
+        protocol=protocol,
+        host=host,
+        pid=numbers[0],
+        start=numbers[1],
+        label=text,
+        age=max(now - numbers[2], 0.0),
+        alive=None,
+    )
+
+
+def _address(text: bytes) -> str | None:
+    if len(text) not in (8, 32) or text.strip(b"0123456789abcdef"):
+        return None
+    packed = bytes.fromhex(text.decode("ascii"))
+    if len(packed) == 4:
+        return ".".join(str(byte) for byte in packed)
+    import socket  # 7 ms; only for a listing that shows an IPv6 address
+
+    return socket.inet_ntop(socket.AF_INET6, packed)
+
+
+def _runs_here(pid: int, start: int) -> bool | None:
+    seen = process_start(pid)
+    return None if seen is None else seen == start
