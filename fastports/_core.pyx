@@ -144,7 +144,26 @@ cdef int raise_errno(int error) except -1:
     raise OSError(error, os.strerror(error))
 
 
-# --- addresses and limits --------------------------------------------------------------------
+# --- small files, addresses and limits --------------------------------------------------------------------
+
+def read_sysctl(bytes path not None):
+    """The text of a small file of /proc, up to its newline; None where it cannot be opened."""
+    cdef char buffer[4096]
+    cdef ssize_t count
+    cdef bytes text = b""
+    cdef int fd = open(path, O_RDONLY | O_CLOEXEC)
+    if fd < 0:
+        return None
+    while True:
+        count = read(fd, buffer, sizeof(buffer))
+        if count <= 0:
+            break
+        text += <bytes>buffer[:count]
+        if buffer[count - 1] == 10:  # a long list of reserved ports may come in pieces
+            break
+    close(fd)
+    return text
+
 
 def parse_address(str text not None):
     """``(family, packed address)`` of a numeric IPv4 or IPv6 address, or None if it is none."""

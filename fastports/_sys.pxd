@@ -54,7 +54,13 @@ cdef extern from "<sys/un.h>" nogil:
         sa_family_t sun_family
         char sun_path[108]
 
+cdef extern from "<fcntl.h>" nogil:
+    int O_RDONLY, O_CLOEXEC
+
+    int open(const char *, int)
+
 cdef extern from "<unistd.h>" nogil:
+    ssize_t read(int, void *, size_t)
     int close(int)
     int getpid()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from ._core import read_sysctl
 from .errors import InvalidRequest
 
 TYPE_CHECKING = False
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PortRange"]
 
-_SYSCTL = "/proc/sys/net/ipv4/"
+_SYSCTL = b"/proc/sys/net/ipv4/"
 # What the kernel starts with where /proc cannot be read (ip-sysctl.rst).
 _DEFAULT_EPHEMERAL = b"32768\t60999\n"
 _DEFAULT_UNPRIVILEGED_START = b"1024\n"
@@ -150,29 +149,14 @@ def _ends(spec: object, last: object) -> tuple[int, int]:
     return low, high
 
 
-def _read(name: str, default: bytes) -> bytes:
-    """One sysctl of the calling thread's network namespace, as the kernel writes it."""
-    try:
-        fd = os.open(_SYSCTL + name, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return default
-    try:
-        text = data = os.read(fd, 65536)
-        # a long list of reserved ports may come in pieces; the last one ends in a newline
-        while data and not data.endswith(b"\n"):
-            data = os.read(fd, 65536)
-            text += data
-        return text
-    finally:
-        os.close(fd)
-
-
 def read_ephemeral() -> bytes:
-    return _read("ip_local_port_range", _DEFAULT_EPHEMERAL)
+    """``net.ipv4.ip_local_port_range`` of the calling thread's network namespace, as text."""
+    return read_sysctl(_SYSCTL + b"ip_local_port_range") or _DEFAULT_EPHEMERAL
 
 
 def read_reserved() -> bytes:
-    return _read("ip_local_reserved_ports", b"\n")
+    """``net.ipv4.ip_local_reserved_ports`` of the calling thread's network namespace, as text."""
+    return read_sysctl(_SYSCTL + b"ip_local_reserved_ports") or b"\n"
 
 
 def parse_ephemeral(text: bytes) -> tuple[int, int]:
@@ -192,7 +176,8 @@ def parse_reserved(text: bytes) -> tuple[tuple[int, int], ...]:
 
 def unprivileged_start() -> int:
     """First port that needs no privilege (``net.ipv4.ip_unprivileged_port_start``, ip(7))."""
-    return int(_read("ip_unprivileged_port_start", _DEFAULT_UNPRIVILEGED_START))
+    text = read_sysctl(_SYSCTL + b"ip_unprivileged_port_start")
+    return int(text or _DEFAULT_UNPRIVILEGED_START)
 
 
 def left_over(first: int, last: int, cuts: tuple[tuple[int, int], ...]) -> int:
