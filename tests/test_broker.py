@@ -708,8 +708,8 @@ def test_one_thread_serves_all_children_and_ends_with_the_last(launch: Launcher)
         assert children[-1].answer() == port
         assert threads() == before + 1
     assert launch.broker.children == 10
-    for child in children:
-        child.close()
+    for started in children:
+        started.close()
     until(lambda: not launch.broker.running)
     until(lambda: threads() == before)
     assert launch.broker.children == 0
