@@ -490,6 +490,7 @@ class Allocator:
         attempts = 0
         while True:
             attempts += 1
+            request.recorded = set()  # others may have given back what they had recorded
             try:
                 return attempt(request, deadline)
             except PrivilegedPort:
@@ -623,7 +624,8 @@ class Allocator:
             if status == errno.EACCES:
                 start = ranges.unprivileged_start()
                 if port < start:
-                    request.denied += search.exclude(request.first, min(start - 1, request.last))
+                    low = search.exclude(request.first, min(start - 1, request.last))
+                    request.denied = max(request.denied, low)
                     continue
             raise refusal.from_errno(status, port, request.host, request.descriptors + 2)
 
