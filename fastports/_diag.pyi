@@ -1,8 +1,11 @@
+from typing import final
+
 LISTENING: int
 BOUND: int
 TIME_WAIT: int
 CONNECTED: int
 
+@final
 class Diag:
     def __init__(self) -> None: ...
     def close(self) -> None: ...
@@ -14,3 +17,4 @@ class Diag:
 def sockets(
     first: int, last: int, protocol: str, states: int
 ) -> list[tuple[int, int, int, int, int]]: ...
+def door_facts() -> tuple[str, bool]: ...

@@ -6,6 +6,7 @@ a dump lists the sockets of a range of ports. Nothing connects, nothing is sent 
 privilege is needed. What is asked is the network namespace in which the socket was made.
 """
 
+cimport cython
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t
 from libc.stdlib cimport free, realloc
@@ -197,6 +198,7 @@ cdef int protocol_number(str protocol) except -1:
     raise ValueError(f"protocol {protocol!r} is neither 'tcp' nor 'udp'")
 
 
+@cython.final
 cdef class Diag:
     """One netlink socket to ask with, for as many questions as wanted; closed by the destructor.
 
@@ -341,3 +343,99 @@ def sockets(int first, int last, str protocol not None, int states):
         return diag.sockets(first, last, protocol, states)
     finally:
         diag.close()
+
+
+cdef bint refused(int fd, c.sockaddr_in* address) noexcept nogil:
+    return (
+        c.bind(fd, <c.sockaddr*>address, sizeof(c.sockaddr_in)) < 0 and errno == c.EADDRINUSE
+    )
+
+
+cdef int enters(int fd, c.sockaddr_in* address) noexcept nogil:
+    return (
+        c.bind(fd, <c.sockaddr*>address, sizeof(c.sockaddr_in)) == 0 and c.listen(fd, 1) == 0
+    )
+
+
+cdef const char* test_door(int* fds, int* port) noexcept nogil:
+    """Hold an ephemeral port, try the door on it; the fact that does not hold, or NULL."""
+    cdef c.sockaddr_in6 any_address
+    cdef c.sockaddr_in address
+    cdef c.socklen_t length = sizeof(any_address)
+    cdef int zero = 0
+    cdef int one = 1
+    memset(&any_address, 0, sizeof(any_address))
+    memset(&address, 0, sizeof(address))
+    any_address.sin6_family = c.AF_INET6
+    address.sin_family = c.AF_INET
+    fds[0] = c.socket(c.AF_INET6, c.SOCK_STREAM | c.SOCK_CLOEXEC, 0)
+    if fds[0] >= 0:
+        c.setsockopt(fds[0], c.IPPROTO_IPV6, c.IPV6_V6ONLY, &zero, sizeof(zero))
+    if fds[0] < 0 or c.bind(fds[0], <c.sockaddr*>&any_address, sizeof(any_address)) < 0:
+        if fds[0] >= 0:
+            c.close(fds[0])
+        fds[0] = c.socket(c.AF_INET, c.SOCK_STREAM | c.SOCK_CLOEXEC, 0)
+        if c.bind(fds[0], <c.sockaddr*>&address, sizeof(address)) < 0:
+            return b"no port can be bound"
+    if c.getsockname(fds[0], <c.sockaddr*>&any_address, &length) < 0:
+        return b"no port can be bound"
+    port[0] = c.ntohs(any_address.sin6_port)  # at the same place in both families
+    address.sin_port = any_address.sin6_port
+    address.sin_addr.s_addr = c.htonl(0x7F000001)
+    fds[1] = c.socket(c.AF_INET, c.SOCK_STREAM | c.SOCK_CLOEXEC, 0)
+    fds[2] = c.socket(c.AF_INET, c.SOCK_STREAM | c.SOCK_CLOEXEC, 0)
+    if fds[1] < 0 or fds[2] < 0:
+        return b"no socket can be made"
+    if not refused(fds[1], &address):
+        return b"a held port can be bound"
+    c.setsockopt(fds[1], c.SOL_SOCKET, c.SO_REUSEADDR, &one, sizeof(one))
+    c.setsockopt(fds[2], c.SOL_SOCKET, c.SO_REUSEADDR, &one, sizeof(one))
+    if not refused(fds[1], &address):
+        return b"SO_REUSEADDR enters a held port whose door is closed"
+    if c.setsockopt(fds[0], c.SOL_SOCKET, c.SO_REUSEADDR, &one, sizeof(one)) < 0:
+        return b"SO_REUSEADDR cannot be set on a bound socket"
+    if not enters(fds[1], &address):
+        return b"an open door lets nobody in"
+    if not refused(fds[2], &address):
+        return b"a second server enters beside the one that listens"
+    if c.setsockopt(fds[0], c.SOL_SOCKET, c.SO_REUSEADDR, &zero, sizeof(zero)) < 0:
+        return b"SO_REUSEADDR cannot be cleared on a bound socket"
+    return NULL
+
+
+def door_facts():
+    """Whether this kernel lets a server in beside a hold, and nobody else.
+
+    Tries it with real sockets on an ephemeral port, in some 50 us.
+
+    Returns
+    -------
+    tuple[str, bool]
+        What does not hold here, in words (empty: everything does), and whether sock_diag tells that
+        the server of this test listens.
+    """
+    cdef int[3] fds
+    cdef int index
+    cdef int port = 0
+    cdef const char* failed
+    fds[0] = fds[1] = fds[2] = -1
+    try:
+        with nogil:
+            failed = test_door(fds, &port)
+        shown = False
+        try:
+            diag = Diag()
+        except OSError:
+            pass
+        else:
+            try:
+                shown = diag.lookup("tcp", b"\x7f\0\0\1", port) is not None
+            except OSError:
+                pass
+            finally:
+                diag.close()
+        return ("" if failed == NULL else failed.decode()), shown
+    finally:
+        for index in range(3):
+            if fds[index] >= 0:
+                c.close(fds[index])

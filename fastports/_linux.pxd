@@ -19,6 +19,7 @@ cdef extern from "<sys/types.h>" nogil:
 cdef extern from "<unistd.h>" nogil:
     int close(int fd)
     int chdir(const char* path)
+    long lseek(int fd, long offset, int whence)
     int dup2(int source, int target)
     int execve(const char* path, char** argv, char** envp)
     void _exit(int status)
@@ -31,7 +32,7 @@ cdef extern from "<unistd.h>" nogil:
 
 
 cdef extern from "<fcntl.h>" nogil:
-    int F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_SETFL, F_SETOWN, F_SETSIG, FD_CLOEXEC
+    int F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_SETFL, F_SETOWN, F_SETSIG, FD_CLOEXEC
     int O_ASYNC, O_CLOEXEC, O_DIRECTORY, O_NONBLOCK, O_RDONLY
     int fcntl(int fd, int command, ...)
     int open(const char* path, int flags)
@@ -142,3 +143,109 @@ cdef extern from "<linux/inet_diag.h>" nogil:
         inet_diag_sockid id
         uint32_t idiag_uid
         uint32_t idiag_inode
+
+
+cdef extern from "<signal.h>" nogil:
+    int SIGCHLD, SIGKILL, SIG_SETMASK
+    ctypedef struct sigset_t:
+        pass
+    ctypedef void (*handler_t "__sighandler_t")(int) noexcept nogil
+    handler_t SIG_DFL
+    struct action "sigaction":
+        handler_t sa_handler
+    int sigaction(int number, const action* new, action* old)
+    int sigemptyset(sigset_t* signals)
+    int sigfillset(sigset_t* signals)
+    int sigprocmask(int how, const sigset_t* new, sigset_t* old)
+    int pthread_sigmask(int how, const sigset_t* new, sigset_t* old)
+    int kill(pid_t pid, int number)
+
+
+cdef extern from "<sched.h>" nogil:
+    int CLONE_VM, CLONE_VFORK, CLONE_PARENT_SETTID
+    int clone(int (*entry)(void*) noexcept nogil, void* stack, int flags, void* argument, ...)
+
+
+cdef extern from "<sys/wait.h>" nogil:
+    int WNOHANG, WNOWAIT, WEXITED, P_PID
+    ctypedef struct siginfo_t:
+        pid_t si_pid
+    pid_t waitpid(pid_t pid, int* status, int options)
+    int waitid(int kind, pid_t id, siginfo_t* info, int options)
+    bint WIFSIGNALED(int status)
+    int WTERMSIG(int status)
+    int WEXITSTATUS(int status)
+
+
+cdef extern from "<sys/prctl.h>" nogil:
+    int PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS
+    int prctl(int option, ...)
+
+
+cdef extern from "<linux/filter.h>" nogil:
+    struct sock_filter:
+        uint16_t code
+    struct sock_fprog:
+        unsigned short len
+        sock_filter* filter
+
+
+cdef extern from "<linux/seccomp.h>" nogil:
+    int SECCOMP_SET_MODE_FILTER
+
+
+cdef extern from "<linux/futex.h>" nogil:
+    int FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
+
+
+cdef extern from "<sys/syscall.h>" nogil:
+    long SYS_close_range "__NR_close_range"
+    long SYS_futex, SYS_getdents64, SYS_seccomp
+    long SYS_pidfd_open, SYS_pidfd_send_signal
+
+
+cdef extern from "<time.h>" nogil:
+    ctypedef long time_t
+    int CLOCK_MONOTONIC
+    struct timespec:
+        time_t tv_sec
+        long tv_nsec
+    int clock_gettime(int clock, timespec* now)
+    int nanosleep(const timespec* span, timespec* rest)
+
+
+cdef extern from "<poll.h>" nogil:
+    short POLLIN
+    struct pollfd:
+        int fd
+        short events
+        short revents
+    int ppoll(pollfd* fds, unsigned long count, const timespec* timeout, const sigset_t* mask)
+
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_attr_t:
+        pass
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    int pthread_attr_init(pthread_attr_t* attributes)
+    int pthread_attr_setstacksize(pthread_attr_t* attributes, size_t size)
+    int pthread_attr_destroy(pthread_attr_t* attributes)
+    int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                       void* (*entry)(void*) noexcept nogil, void* argument)
+    int pthread_join(pthread_t thread, void** result)
+    int pthread_setname_np(pthread_t thread, const char* name)
+    int pthread_mutex_init(pthread_mutex_t* mutex, const void* attributes)
+    int pthread_mutex_destroy(pthread_mutex_t* mutex)
+    int pthread_mutex_lock(pthread_mutex_t* mutex)
+    int pthread_mutex_unlock(pthread_mutex_t* mutex)
+    int pthread_cond_init(pthread_cond_t* condition, const void* attributes)
+    int pthread_cond_destroy(pthread_cond_t* condition)
+    int pthread_cond_signal(pthread_cond_t* condition)
+    int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex)
+    int pthread_atfork(void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
+                       void (*child)() noexcept nogil)

@@ -1,0 +1,610 @@
+"""Handing ports to a program: start it, let it in beside the hold, wait until it listens.
+
+Each way of letting it in is a *mode*. They stand in one table, strongest first; ``"auto"`` takes
+the first that works on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from . import _spawn
+from ._spawn import Process, start
+from .child import Child, sweep
+from .command import Command, number
+from .errors import HandoffError, InvalidRequest
+from .family import TOKEN
+from .listening import facts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, Protocol, TypeAlias
+
+    from .block import PortBlock
+    from .command import Text
+
+    class HasFileno(Protocol):
+        def fileno(self) -> int: ...
+
+    Stream: TypeAlias = int | HasFileno | None
+
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "Child", "ModeStatus", "modes", "spawn"]
+
+#: As in subprocess, so that either module's names can be used.
+PIPE, STDOUT, DEVNULL = -1, -2, -3
+
+#: The environment variable that lists the ports of the block, by commas.
+PORTS = b"FASTPORTS_PORTS"
+
+# Nobody reads the child's pipes before it listens: they are made as wide as an ordinary user may
+# (/proc/sys/fs/pipe-max-size); the memory is taken as it fills.
+_PIPE_SIZE = 1 << 20
+_F_SETPIPE_SZ = 1031
+
+_TAIL = 8192  # bytes of stderr that are looked at
+_TAIL_LINES = 20
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+class Launch:
+    """Everything a mode needs to start the child: :meth:`__call__` with what the mode adds."""
+
+    def __init__(
+        self, command: Command, descriptors: dict[int, int], group: int, leash: int
+    ) -> None:
+        self.command = command
+        self._descriptors = descriptors
+        self._group = group
+        self._leash = leash
+
+    def __call__(self, **added: Any) -> Process:
+        """Start the program; ``added`` are keyword arguments of :func:`fastports._spawn.start`."""
+        command = self.command
+        try:
+            return start(
+                command.programs,
+                command.argv,
+                command.env,
+                cwd=command.cwd,
+                descriptors=self._descriptors,
+                group=self._group,
+                leash=self._leash,
+                **added,
+            )
+        except OSError as exc:
+            raise self.explain(exc) from None
+
+    def explain(self, exc: OSError) -> OSError:
+        """The same error as ``subprocess.Popen`` words it: with the file that it is about."""
+        stage = getattr(exc, "stage", "")
+        if stage == "exec":
+            return OSError(exc.errno, exc.strerror, self.command.args[0])
+        if stage == "directory" and self.command.cwd is not None:
+            return OSError(exc.errno, exc.strerror, os.fsdecode(self.command.cwd))
+        return exc
+
+
+class Mode:
+    """One way to let a child in; subclasses say how.
+
+    Attributes
+    ----------
+    name
+        What ``handoff=`` calls it.
+    hint
+        For a child that died of EADDRINUSE: what to do, as a sentence.
+    """
+
+    name = ""
+    hint = ""
+
+    def why_not(self) -> str:
+        """What keeps this mode from working here, in words; empty if it works."""
+        raise NotImplementedError
+
+    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
+        """Start the child so that it can bind. After an error nothing is left, the block held."""
+        raise NotImplementedError
+
+
+class Handover:
+    """What a mode does for one child after its start; nothing, unless a mode says otherwise."""
+
+    def listening(self) -> None:
+        """The child was seen listening on all its ports. At most once, before :meth:`over`."""
+
+    def over(self) -> None:
+        """The child ended or was given up. Once."""
+
+
+# How many children of a block are on their way through its door, by the block's id; a child keeps
+# its block alive. Global because two children of one block are started by two calls.
+_doors: dict[int, int] = {}
+
+
+class _OpenDoor(Handover):
+    def __init__(self, block: PortBlock) -> None:
+        self._block: PortBlock | None = block
+        _doors[id(block)] = _doors.get(id(block), 0) + 1
+        block.open_door()
+
+    def listening(self) -> None:
+        block, self._block = self._block, None
+        if block is None:
+            return
+        left = _doors.pop(id(block)) - 1
+        if left:
+            _doors[id(block)] = left
+        elif block.state not in ("released", "closed"):
+            block.close_door()
+
+    over = listening
+
+
+class _Door(Mode):
+    name = "door"
+    hint = "it binds without SO_REUSEADDR, which no open door admits; pass handoff='close'."
+
+    def why_not(self) -> str:
+        return facts()[0]
+
+    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
+        door = _OpenDoor(block)
+        try:
+            return launch(), door
+        except BaseException:
+            door.over()
+            raise
+
+
+class _Close(Mode):
+    name = "close"
+    hint = (
+        "another program took the port after the hold was closed, or connections of an earlier"
+        " server are in TIME_WAIT on it; start again on a new block."
+    )
+
+    def why_not(self) -> str:
+        return ""
+
+    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
+        launch.command.check_program()
+        process = launch(gate=True)
+        try:
+            block.close_holds()  # the markers first; the child has no copy of the holds any more
+            process.go()
+        except OSError as exc:
+            process.abort()
+            raise launch.explain(exc) from None
+        except BaseException:
+            process.abort()
+            raise
+        return process, Handover()
+
+
+# Strongest first. What can be better than these stands before them.
+_MODES: tuple[Mode, ...] = (_Door(), _Close())
+_told: set[str] = set()
+
+
+class ModeStatus:
+    """Whether a hand-off mode works here, and if not why; see :func:`modes`."""
+
+    __slots__ = ("name", "why", "works")
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name = name
+        self.works = not why
+        self.why = why
+
+    def __repr__(self) -> str:
+        return f"<ModeStatus {self.name}: {'works' if self.works else self.why}>"
+
+
+def modes() -> dict[str, ModeStatus]:
+    """Which hand-off modes work in this process, strongest first, and why the others do not."""
+    return {mode.name: ModeStatus(mode.name, mode.why_not()) for mode in _MODES}
+
+
+def _choose(handoff: str, block: PortBlock) -> Mode:
+    by_name = {mode.name: mode for mode in _MODES}
+    if block.state == "closed":  # by an earlier close mode: the markers stand, the holds do not
+        if handoff in ("auto", "close"):
+            return by_name["close"]
+        raise HandoffError(
+            f"the holds of ports {block.first}-{block.last} were closed for an earlier child:"
+            f" handoff={handoff!r} has nothing to work with. Pass handoff='close', or allocate a"
+            " new block.",
+            mode=handoff,
+        )
+    if handoff != "auto":
+        mode = by_name[handoff]
+        why = mode.why_not()
+        if why:
+            raise HandoffError(
+                f"handoff={handoff!r} does not work here: {why}. Pass handoff='auto'.",
+                mode=handoff,
+            )
+        return mode
+    missed = []
+    for mode in _MODES:
+        why = mode.why_not()
+        if not why:
+            break
+        missed.append(f"{mode.name}: {why}")
+    if missed and mode.name not in _told:
+        _told.add(mode.name)
+        import logging  # 6 ms
+
+        logging.getLogger("fastports").warning(
+            "ports are handed over in mode %r (%s)", mode.name, "; ".join(missed)
+        )
+    return mode
+
+
+# --- standard streams -----------------------------------------------------------------------------
+
+
+class _Streams:
+    """The child's 0, 1 and 2, and our ends of the pipes."""
+
+    def __init__(self, stdin: Stream, stdout: Stream, stderr: Stream) -> None:
+        self._asked = [_stream(stdin, 0), _stream(stdout, 1), _stream(stderr, 2)]
+        self.pipes = [-1, -1, -1]
+        self.descriptors: dict[int, int] = {}
+        self._close: list[int] = []
+        self._file: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        for target, asked in enumerate(self._asked):
+            if asked is None:
+                continue
+            if asked == PIPE:
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                mine, theirs = (writer, reader) if target == 0 else (reader, writer)
+                self.pipes[target] = mine
+                self._close.append(theirs)
+                _widen(mine)
+            elif asked == DEVNULL:
+                theirs = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                self._close.append(theirs)
+            elif asked == STDOUT:
+                theirs = self.descriptors.get(1, 1)
+            else:
+                theirs = asked
+            self.descriptors[target] = theirs
+        if self.pipes[2] < 0 and 2 in self.descriptors:
+            self._file = _regular(self.descriptors[2])
+
+    def started(self) -> None:
+        """The child has its ends; ours of them go."""
+        for fd in self._close:
+            os.close(fd)
+        self._close.clear()
+
+    def close(self) -> None:
+        """Nothing came of it: close everything that was made here."""
+        self.started()
+        for fd in self.pipes:
+            if fd >= 0:
+                os.close(fd)
+
+    def tail(self) -> str:
+        """The last lines of stderr so far, where a pipe or a file has them."""
+        if self._file is not None:
+            data = _end_of(*self._file)
+        elif self.pipes[2] >= 0:
+            data = _drain(self.pipes[2])
+        else:
+            return ""
+        lines = data.decode("utf-8", "replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _stream(asked: Stream, target: int) -> int | None:
+    name = ("stdin", "stdout", "stderr")[target]
+    fd: object = asked
+    if asked is not None and not isinstance(asked, int):
+        try:
+            fd = asked.fileno()
+        except (AttributeError, OSError, ValueError):
+            fd = None
+        if not isinstance(fd, int):
+            raise InvalidRequest(
+                f"{name}={asked!r} has no descriptor. Pass a file, a descriptor, PIPE, DEVNULL"
+                " or None.",
+                argument=name,
+                value=asked,
+            )
+    if fd is None:
+        return None
+    assert isinstance(fd, int)
+    lowest = STDOUT if target == 2 else PIPE
+    if isinstance(asked, bool) or not (fd >= lowest or fd == DEVNULL):
+        raise InvalidRequest(
+            f"{name}={asked!r} is neither a file nor a descriptor. Pass one, PIPE, DEVNULL"
+            f"{', STDOUT' if target == 2 else ''} or None.",
+            argument=name,
+            value=asked,
+        )
+    return fd
+
+
+def _widen(pipe: int) -> None:
+    from fcntl import fcntl  # 0.2 ms
+
+    try:  # noqa: SIM105 - contextlib costs 2 ms at import
+        fcntl(pipe, _F_SETPIPE_SZ, _PIPE_SIZE)
+    except OSError:
+        pass  # the user's share of pipe memory is used up: the usual 64 KiB do
+
+
+def _regular(fd: int) -> tuple[int, int] | None:
+    """The descriptor of a regular file and its size now; None for anything else."""
+    from stat import S_ISREG
+
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None  # the start will say so
+    return (fd, status.st_size) if S_ISREG(status.st_mode) else None
+
+
+def _end_of(fd: int, start: int) -> bytes:
+    """What was appended to a file since ``start``, or its last part; the file may be write-only."""
+    try:
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        size = os.fstat(again).st_size
+        return os.pread(again, _TAIL, max(start, size - _TAIL))
+    except OSError:
+        return b""  # the caller closed it and the number is another file's now
+    finally:
+        os.close(again)
+
+
+def _drain(pipe: int) -> bytes:
+    data = b""
+    os.set_blocking(pipe, False)
+    try:
+        while part := os.read(pipe, 65536):
+            data = (data + part)[-_TAIL:]
+    except BlockingIOError:
+        pass
+    finally:
+        os.set_blocking(pipe, True)
+    return data
+
+
+# --- spawn ----------------------------------------------------------------------------------------
+
+
+def spawn(
+    block: PortBlock,
+    argv: Sequence[Text],
+    *,
+    handoff: str = "auto",
+    wait: str | Iterable[int] | None = "listen",
+    timeout: float | None = 30.0,
+    env: Mapping[str, str] | Mapping[bytes, bytes] | None = None,
+    cwd: Text | None = None,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: Stream = None,
+    pass_fds: Iterable[int] = (),
+    new_session: bool = False,
+    foreground: bool = False,
+    grace: float = 5.0,
+) -> Child:
+    """Start a program on the ports of a block and wait until it listens on them.
+
+    Parameters
+    ----------
+    block
+        A held block; it stays held behind the program for the program's life, which can crash and
+        be started again on it as often as wanted.
+    argv
+        Program and arguments; no shell. ``{port}`` (the first), ``{port0}``, ``{port1}``...,
+        ``{first}``, ``{last}``, ``{ports}`` (by commas) and ``{host}`` (``0.0.0.0`` for the
+        wildcard) are filled in, in the values of ``env`` too. Every other brace is passed as it is.
+    handoff
+        ``"door"``: the program binds beside the hold, which admits sockets with SO_REUSEADDR until
+        it listens. ``"close"``: the holds are closed just before the program is executed, for
+        programs that bind plainly; markers keep every other user of fastports off.
+        ``"auto"``: the strongest that works here; see :func:`modes`.
+    wait
+        ``"listen"`` waits for the ports that ``argv`` and ``env`` name, or for all of the block if
+        they name none, or ``{ports}`` or ``{last}``. A collection of port numbers waits for those.
+        None does not wait and leaves the door open until :meth:`Child.wait_listening` or the
+        program's end.
+    timeout
+        Seconds until it has to listen; None for no limit.
+    env
+        The child's environment, None for this process's as it is. ``FASTPORTS_PORTS`` (the block's
+        ports, by commas) and ``FASTPORTS_CHILD`` (a token that tells descendants) are added.
+    cwd, stdin, stdout, stderr, pass_fds
+        As for ``subprocess.Popen``; pipes are binary. No other descriptor is inherited, but for one
+        end of a pipe, through which the kernel ends the program's group with the launcher.
+    new_session
+        Whether the child leads a session of its own (setsid(2)), away from the terminal. Otherwise
+        it leads a process group of its own in this session.
+    foreground
+        Leave the child in the launcher's process group, so that it can read the terminal and gets
+        Ctrl-C and Ctrl-Z from it.
+    grace
+        Seconds between SIGTERM and SIGKILL wherever the child is ended.
+
+    Returns
+    -------
+    Child
+        What quacks like ``subprocess.Popen``. The child gets SIGKILL when this process ends,
+        however it ends; not when the calling thread does.
+
+    Raises
+    ------
+    InvalidRequest
+        Before anything is touched.
+    FileNotFoundError, PermissionError, NotADirectoryError, OSError
+        As ``subprocess.Popen``; the block is held as before. (In close mode only a program that
+        cannot be executed for a reason that nobody can see before, such as a broken ``#!`` line,
+        leaves the block closed.)
+    HandoffError
+        The program ended, did not listen in time, or somebody else listens on the port. Nothing of
+        the program is left, and the block is held.
+    BlockReleased, NotOwner
+        The block is not ours to use.
+
+    Notes
+    -----
+    In door mode, until the program listens, a stranger that binds this very port with SO_REUSEADDR
+    can enter. That is found out and told, not taken for the program. In close mode any program can
+    take the port until this one has bound it.
+    """
+    names = ["auto", *(mode.name for mode in _MODES)]
+    if handoff not in names:
+        raise InvalidRequest(
+            f"handoff={handoff!r} is no mode. Pass one of {', '.join(names)}.",
+            argument="handoff",
+            value=handoff,
+        )
+    budget = None if timeout is None else number(timeout, "timeout")
+    grace = number(grace, "grace")
+    if new_session and foreground:
+        raise InvalidRequest(
+            "new_session=True leaves the terminal, foreground=True keeps it. Pass one of them.",
+            argument="foreground",
+            value=foreground,
+        )
+    streams = _Streams(stdin, stdout, stderr)
+    kept = _kept(pass_fds)
+    token = os.urandom(8).hex().encode()
+    ports = b",".join(b"%d" % port for port in block.ports)
+    command = Command(block, argv, env, cwd, {PORTS: ports, TOKEN: token})
+    wanted = _wanted(block, wait, command)
+
+    block.filenos()  # a released block, or another process's, says so
+    mode = _choose(handoff, block)
+    sweep()
+    group = _spawn.OWN_SESSION if new_session else _spawn.OWN_GROUP
+    if foreground:
+        group = _spawn.SHARED
+    child = _start(
+        block, command, mode, streams, kept, group, wanted=wanted, token=token, grace=grace
+    )
+    if wait is not None:
+        child.wait_listening(budget)
+    return child
+
+
+def _start(
+    block: PortBlock,
+    command: Command,
+    mode: Mode,
+    streams: _Streams,
+    kept: dict[int, int],
+    group: int,
+    *,
+    wanted: Sequence[int],
+    token: bytes,
+    grace: float,
+) -> Child:
+    leash = reader = -1
+    process: Process | None = None
+    handover = Handover()
+    began = time.monotonic()
+    try:
+        streams.open()
+        if group != _spawn.SHARED:
+            reader, leash = os.pipe2(os.O_CLOEXEC)
+        launch = Launch(command, {**streams.descriptors, **kept}, group, reader)
+        process, handover = mode.start(block, launch)
+        child = Child(
+            process,
+            command.args,
+            block=block,
+            mode=mode.name,
+            ports=wanted,
+            token=token,
+            leads=group != _spawn.SHARED,
+            leash=leash,
+            started=began,
+            grace=grace,
+            pipes=(streams.pipes[0], streams.pipes[1], streams.pipes[2]),
+            stderr_tail=streams.tail,
+            hint=mode.hint,
+            handover=_Told(handover),
+        )
+    except BaseException:
+        if process is not None:
+            process.send_signal(9)
+            process.ended()
+            process.poll()
+        handover.over()
+        streams.close()
+        if leash >= 0:
+            os.close(leash)
+        raise
+    finally:
+        if reader >= 0:
+            os.close(reader)
+    streams.started()
+    return child
+
+
+class _Told(Handover):
+    """Passes on to a handover what happens, each thing once."""
+
+    def __init__(self, handover: Handover) -> None:
+        self._handover: Handover | None = handover
+        self._listening = False
+
+    def listening(self) -> None:
+        if not self._listening and self._handover is not None:
+            self._listening = True
+            self._handover.listening()
+
+    def over(self) -> None:
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.over()
+
+
+def _kept(pass_fds: Iterable[int]) -> dict[int, int]:
+    try:
+        kept = {fd: fd for fd in pass_fds}
+        good = all(isinstance(fd, int) and not isinstance(fd, bool) and fd > 2 for fd in kept)
+    except TypeError:
+        good = False
+    if not good:
+        raise InvalidRequest(
+            f"pass_fds={pass_fds!r} is no collection of descriptors above 2. Pass their numbers;"
+            " 0, 1 and 2 have arguments of their own.",
+            argument="pass_fds",
+            value=pass_fds,
+        )
+    return kept
+
+
+def _wanted(block: PortBlock, wait: str | Iterable[int] | None, command: Command) -> Sequence[int]:
+    if wait is None or wait == "listen":
+        return command.named
+    wanted: list[int] | None = None
+    if not isinstance(wait, (str, bytes, int)):
+        try:
+            wanted = sorted(set(wait))
+        except TypeError:
+            wanted = None
+    if not wanted or any(port not in block.ports for port in wanted):
+        raise InvalidRequest(
+            f"wait={wait!r} is neither 'listen', nor None, nor some of the ports"
+            f" {block.first}-{block.last}. Pass one of these.",
+            argument="wait",
+            value=wait,
+        )
+    return wanted
