@@ -636,11 +636,11 @@ class Allocator:
         registry = self._registry
         if registry is not None:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            for block in blocks:  # before the claim: an interrupt right after it is a release, too
+                block._registry = registry
             taken = registry.claim(blocks, search=(request.first, request.last), timeout=left)
             if taken:
                 return set(taken)
-            for block in blocks:
-                block._registry = registry
         self._entries.claim(blocks)
         return set()
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     class Releaser(Protocol):
         def release(self, blocks: Sequence[PortBlock]) -> None: ...
+        def release_later(self, blocks: Sequence[PortBlock]) -> None: ...
+        def state(self, block: PortBlock) -> str: ...
 
 
 else:
@@ -156,10 +158,16 @@ class PortBlock:
     def state(self) -> str:
         """``"held"``, ``"closed"`` (handed over in close mode: kept by markers) or ``"released"``.
 
-        A cluster registry adds ``"degraded"`` and ``"contested"``.
+        A cluster registry adds ``"degraded"`` (its record of the block is lost for the moment; the
+        ports are held as before) and ``"contested"`` (it names another owner).
         """
         if self._hold is None:
             return "released"
+        registry = self._registry
+        if registry is not None:
+            state = registry.state(self)
+            if state != "held":
+                return state
         return "held" if self._markers is None else "closed"
 
     def __len__(self) -> int:
@@ -284,12 +292,16 @@ class PortBlock:
             raise self._not_owner()
         self._release()
 
-    def _release(self) -> None:
+    def _release(self, *, finalizing: bool = False) -> None:
         if _live.pop(id(self), None) is None:  # atomic: one caller wins
             return
         try:
             registry = self._registry
-            if registry is not None:
+            if registry is None:
+                pass
+            elif finalizing:  # inside any code of the process: nothing that waits or locks
+                registry.release_later([self])
+            else:
                 registry.release([self])
         finally:
             self._close_copies()
@@ -325,7 +337,7 @@ class PortBlock:
                 source=self,
                 stacklevel=2,
             )
-        self._release()
+        self._release(finalizing=True)
 
     def _acting(self) -> Hold:
         """The hold, for a method that acts on it: only in the owner, only before release."""

