@@ -28,7 +28,8 @@ extensions = [
     )
     for path in sorted(glob("fastports/*.pyx"))
 ]
-directives = {"embedsignature": True, "boundscheck": debug, "wraparound": False}
+directives = {"boundscheck": debug, "wraparound": False}
+directives |= {"auto_pickle": False, "autotestdict": False}  # nothing here can be pickled
 setup(
     ext_modules=cythonize(
         extensions, build_dir="build/cython", compiler_directives=directives, annotate=debug

@@ -36,8 +36,8 @@ class Hold:
 
 @final
 class Search:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         first: int,
         last: int,
         size: int,
@@ -47,7 +47,7 @@ class Search:
         starts: _Buffer | None = None,
         bitgen: object | None = None,
         keep: int = 0,
-    ) -> None: ...
+    ) -> Search: ...
     def exclude(self, low: int, high: int) -> int: ...
     def allow_reuse(self, port: int) -> None: ...
     def retry(self) -> None: ...
