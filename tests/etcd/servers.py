@@ -81,6 +81,7 @@ class Etcd:
         self.folder = tempfile.mkdtemp(prefix="fastports-etcd-", dir=base)
         self.process: subprocess.Popen[bytes] | None = None
         self.cluster: list[Etcd] = [self]
+        self.login: tuple[str, ...] = ()
 
     @property
     def _netloc(self) -> str:
@@ -194,7 +195,7 @@ class Etcd:
         assert path is not None
         command = [path, *arguments]
         if program == "etcdctl":
-            command[1:1] = [f"--endpoints={self.url}"]
+            command[1:1] = [f"--endpoints={self.url}", *self.login]
             if self.tls:
                 command[1:1] = [f"--cacert={self.tls['ca']}"]
         done = subprocess.run(
@@ -362,3 +363,43 @@ def proxy(server: Etcd) -> Iterator[Proxy]:
         yield made
     finally:
         made.close()
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """A CA of its own, a certificate for the loopback addresses and one for a client."""
+    tool = shutil.which("openssl")
+    assert tool is not None
+
+    def run(*arguments: str) -> None:
+        assert tool is not None
+        subprocess.run([tool, *arguments], check=True, capture_output=True, cwd=folder)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    run("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test-ca")
+    (folder / "names").write_text(
+        "subjectAltName=IP:127.0.0.1,IP:::1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n"
+    )
+    for name, subject in (("server", "/CN=localhost"), ("client", "/CN=launcher")):
+        run("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", subject)
+        run(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-CAcreateserial", "-out", f"{name}.pem", "-extfile", "names",
+        )  # fmt: skip
+    names = ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")
+    return {name: str(folder / name) for name in names}
+
+
+def enable_auth(server: Etcd, *, user: str = "launcher", password: str = "pw") -> None:
+    """Root, and a user whose role has ``v1/`` alone."""
+    for arguments in (
+        ("user", "add", "root:root"),
+        ("user", "grant-role", "root", "root"),
+        ("role", "add", "ports"),
+        ("role", "grant-permission", "--prefix=true", "ports", "readwrite", "v1/"),
+        ("user", "add", f"{user}:{password}"),
+        ("user", "grant-role", user, "ports"),
+        ("user", "add", "stranger:pw"),
+        ("auth", "enable"),
+    ):
+        server.ctl(*arguments)
+    server.login = ("--user=root:root",)
