@@ -74,9 +74,9 @@ def floor(tmp_path_factory: pytest.TempPathFactory) -> Floor:
         pytest.skip(f"no floor to compare with: {exc}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_network(pytestconfig: pytest.Config) -> Iterator[bool]:
-    """A network namespace for the benchmarks alone, so that no other program is in the way.
+@pytest.fixture(autouse=True)
+def own_network(table: Table) -> Iterator[bool]:
+    """A fresh network namespace for each benchmark: no other program's ports, nor the last one's.
 
     True where that is allowed; else they share the ports of this machine with everybody.
     """
@@ -85,10 +85,8 @@ def own_network(pytestconfig: pytest.Config) -> Iterator[bool]:
     with open("/proc/thread-self/ns/net", "rb") as before:
         if libc.unshare(CLONE_NEWNET) != 0:
             if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-                pytestconfig.stash[_table].notes.append(
-                    "measured among the ports of other programs"
-                    f" ({errno.errorcode[ctypes.get_errno()]} for a network namespace)"
-                )
+                why = errno.errorcode[ctypes.get_errno()]
+                table.note(f"measured among the ports of other programs (unshare: {why})")
                 yield False
                 return
             for name, text in (
@@ -102,7 +100,7 @@ def own_network(pytestconfig: pytest.Config) -> Iterator[bool]:
             flags = struct.unpack("16xh14x", fcntl.ioctl(sock, SIOCGIFFLAGS, request))[0]
             fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
         yield True
-        libc.setns(before.fileno(), CLONE_NEWNET)
+        libc.setns(before.fileno(), CLONE_NEWNET)  # refused from a user namespace: stay there
 
 
 @pytest.fixture

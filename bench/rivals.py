@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -135,26 +136,26 @@ class Helper:
 
 
 class Installed:
-    """A copy of the installed package with its bytecode, as a wheel would leave it.
+    """The installed package, with its bytecode, in an environment that has nothing else.
 
-    Interpreters are started without ``site``: what the environment does at every start (an editable
-    install loads pathlib) would be in all figures and hide what the package itself loads.
+    An editable install would load pathlib at every start and so hide what the package itself loads;
+    a wheel that was never imported would be compiled. The peers are found on PYTHONPATH.
     """
 
     def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        self._python = str(folder / "bin" / "python")
+        environment = {"base": str(folder), "platbase": str(folder)}
+        library = Path(sysconfig.get_path("platlib", vars=environment))
         package = Path(fastports.__file__).parent
         skip = shutil.ignore_patterns("__pycache__", "*.pyx", "*.pxd", "*.c")
-        shutil.copytree(package, folder / "fastports", ignore=skip)
-        compileall.compile_dir(folder / "fastports", quiet=1)
-        self._script = folder / "run-fastports"  # as installers write it
+        shutil.copytree(package, library / "fastports", ignore=skip)
+        compileall.compile_dir(library / "fastports", quiet=1)
+        self.has_cli = (package / "cli.py").exists() or (package / "cli").exists()
+        self._script = folder / "bin" / "fastports"  # as installers write it
         self._script.write_text("import sys\nfrom fastports.cli import main\nsys.exit(main())\n")
-        self.has_cli = (folder / "fastports" / "cli.py").exists() or (
-            folder / "fastports" / "cli"
-        ).exists()
         self._environment = dict(os.environ)
-        self._environment["PYTHONPATH"] = os.pathsep.join(
-            [str(folder), sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
-        )
+        self._environment["PYTHONPATH"] = sysconfig.get_path("purelib")
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def python(self, code: str) -> Callable[[], int]:
@@ -166,7 +167,7 @@ class Installed:
         return self._started(str(self._script), *arguments)
 
     def _started(self, *arguments: str) -> Callable[[], int]:
-        command = [sys.executable, "-S", *arguments]
+        command = [self._python, *arguments]
         output = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
 
         def run() -> int:

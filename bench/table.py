@@ -112,6 +112,11 @@ class Table:
             row.hit = value <= limit if at_most else value >= limit
         self.rows.append(row)
 
+    def note(self, text: str) -> None:
+        """Say something below the table, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def lines(self) -> list[str]:
         head = Row("work", "fastports", "beside", "it takes", "result", "minima", "target")
         names = ("work", "here", "rival", "its", "result", "minima", "target")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+import ephemeral_port_reserve
 import pytest
 
 import fastports
@@ -108,6 +109,32 @@ def test_a_full_range_is_refused(
     )
     assert max(probed) <= limit
     table.count("  probes, at most", max(probed), "probes", limit)
+
+
+@pytest.mark.usefixtures("crowd", "descriptors")
+def test_a_refusal_where_connections_are_in_time_wait(
+    benchmark: Any, table: Table, floor: Floor, helpers: Any
+) -> None:
+    """Most hosts have some, and a refusal looks whether they are all that is in the way."""
+    helpers("holder.py").ask(f"plain {FIRST} {LAST} 1 3")
+    ephemeral_port_reserve.reserve()
+    probed = 0
+
+    def refused() -> int:
+        nonlocal probed
+        with pytest.raises(fastports.PortsUnavailable) as caught:
+            fastports.allocate(8)
+        probed = caught.value.probed
+        return 1
+
+    refused()
+    table.compare(
+        benchmark,
+        "refusal, block of 8, beside a TIME_WAIT",
+        refused,
+        [Rival("the floor: binds in C", lambda: (floor.refuse(1, probed)[0], 1))],
+        seconds=3,
+    )
 
 
 @pytest.mark.usefixtures("crowd", "descriptors")
