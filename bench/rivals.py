@@ -158,23 +158,29 @@ class Installed:
         self._environment["PYTHONPATH"] = sysconfig.get_path("purelib")
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
-    def python(self, code: str) -> Callable[[], int]:
-        """``python -c CODE``, as something to be timed."""
-        return self._started("-c", code)
+    def python(self, code: str) -> Command:
+        """``python -c CODE``."""
+        return Command([self._python, "-c", code], self._environment)
 
-    def command(self, *arguments: str) -> Callable[[], int]:
-        """``fastports ARGUMENTS``; its output is thrown away."""
-        return self._started(str(self._script), *arguments)
+    def command(self, *arguments: str) -> Command:
+        """``fastports ARGUMENTS``."""
+        return Command([self._python, str(self._script), *arguments], self._environment)
 
-    def _started(self, *arguments: str) -> Callable[[], int]:
-        command = [self._python, *arguments]
+
+class Command:
+    """A program to be run to its end, as something to be timed; its output is thrown away."""
+
+    def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
+        self._argv = argv
+        self._environment = environment
+        self.processor: list[float] = []  # seconds that each run spent there
+
+    def __call__(self) -> int:
         output = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
-
-        def run() -> int:
-            pid = os.posix_spawn(command[0], command, self._environment, file_actions=output)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if code != 0:
-                raise RuntimeError(f"{command} ended with {code}")
-            return 1
-
-        return run
+        pid = os.posix_spawn(self._argv[0], self._argv, self._environment, file_actions=output)
+        _, status, usage = os.wait4(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code != 0:
+            raise RuntimeError(f"{self._argv} ended with {code}")
+        self.processor.append(usage.ru_utime + usage.ru_stime)
+        return 1
