@@ -11,6 +11,7 @@ EXHAUSTED: int
 FREE: int
 BUSY: int
 DENIED: int
+PRIVILEGED: int
 
 def marker(protocol: int, port: int) -> bytes: ...
 def bind_abstract(name: bytes) -> int: ...

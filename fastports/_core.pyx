@@ -52,6 +52,7 @@ EXHAUSTED = <int>IS_EXHAUSTED
 FREE = 0
 BUSY = 1
 DENIED = 2
+PRIVILEGED = 3
 
 
 # --- abstract UNIX sockets -------------------------------------------------------------------
@@ -332,6 +333,13 @@ cdef extern from *:
 
 cdef inline uint64_t rotl(uint64_t x, int k) noexcept nogil:
     return (x << k) | (x >> (64 - k))
+
+
+cdef inline uint64_t mix(uint64_t x) noexcept nogil:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * <uint64_t>0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
 # --- bitmaps over the ports of a search ----------------------------------------------------------
@@ -666,6 +674,8 @@ cdef class Search:
 
     cdef void seed(self) noexcept nogil:
         cdef timespec now
+        cdef uint64_t x = 0
+        cdef int i
         if getrandom(self.random, sizeof(self.random), 0) != sizeof(self.random):
             # a sandbox without getrandom(2): the clock still tells two searches apart
             clock_gettime(CLOCK_MONOTONIC, &now)
@@ -673,6 +683,10 @@ cdef class Search:
             self.random[1] = <uint64_t>now.tv_sec
             self.random[2] = <uint64_t>getpid()
             self.random[3] = <uint64_t><size_t>self.order
+            # these differ in few bits only: spread them over all
+            for i in range(8):
+                x = mix((x + <uint64_t>0x9E3779B97F4A7C15) ^ self.random[i & 3])
+                self.random[i & 3] = x
         self.random[0] |= 1  # the state must not be all zero
         self.seeded = True
 
@@ -1071,11 +1085,12 @@ def check_ports(ports, int first, int last, bint distinct):
 
 
 def probe(ports, states, int protocols, address=None):
-    """Bind and close each port: ``FREE``, ``BUSY`` or ``DENIED`` into ``states``.
+    """Bind and close each port: ``FREE``, ``BUSY``, ``DENIED`` or ``PRIVILEGED`` into ``states``.
 
     ``ports`` is a buffer of uint16, ``states`` a writable one of as many single bytes. Returns 0,
     or the errno of a failure that is no fact about a port (address, descriptors). A port that is
-    bound in one protocol only is BUSY for both.
+    bound in one protocol only is BUSY for both. ``PRIVILEGED`` is EACCES: for a port above
+    ``net.ipv4.ip_unprivileged_port_start`` that means denied.
     """
     # a search over every port, driven by hand: it knows addresses, families and markers
     cdef Search search = Search(1, 65535, 1, protocols, address)
@@ -1119,8 +1134,10 @@ cdef int probe_some(
                 close(search.fds[i * search.kinds + kind])
         elif error == EADDRINUSE:
             states[at[0]] = 1
-        elif error == EACCES or error == EPERM:
+        elif error == EPERM:
             states[at[0]] = 2
+        elif error == EACCES:
+            states[at[0]] = 3
         else:
             return error
         at[0] += 1

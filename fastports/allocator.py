@@ -328,10 +328,10 @@ class Allocator:
 
             raise from_errno(error, 0, self._host if isinstance(host, _Unset) else host, 1)
         numbers = np.asarray(ports)
-        denied = states == PortState.DENIED
-        if denied.any():
-            low = numbers < ranges.unprivileged_start()
-            states[denied & low] = PortState.PRIVILEGED
+        privileged = states == PortState.PRIVILEGED  # EACCES, whatever the port
+        if privileged.any():
+            high = numbers >= ranges.unprivileged_start()
+            states[privileged & high] = PortState.DENIED
         for low_end, high_end in ranges.parse_reserved(ranges.read_reserved()):
             inside = (numbers >= low_end) & (numbers <= high_end)
             states[inside & (states == PortState.FREE)] = PortState.RESERVED
@@ -515,7 +515,7 @@ class Allocator:
 
     def _attempt(self, request: Request, deadline: float | None) -> PortBlock:
         """One complete search for one block, registered when it returns."""
-        search = self._begin(request, request.size)
+        search = self._begin(request, request.size, request.size, 1)
         block: PortBlock | None = None
         try:
             while True:
@@ -535,11 +535,14 @@ class Allocator:
             search.close()
             searched(search)
 
-    def _begin(self, request: Request, size: int) -> Search:
-        """A search that leaves out what is reserved or recorded; checked before it binds."""
+    def _begin(self, request: Request, size: int, ports: int, blocks: int) -> Search:
+        """A search that leaves out what is reserved or recorded; checked before it binds.
+
+        ``ports`` in ``blocks`` are what the request still has to hold, this search included.
+        """
         keep = 0
         if request.size > 1:
-            keep = self._check_descriptors(request)
+            keep = self._check_descriptors(request, ports, blocks)
         rng = request.rng
         search = Search(
             request.first,
@@ -570,13 +573,14 @@ class Allocator:
         searching(search)
         return search
 
-    def _check_descriptors(self, request: Request) -> int:
+    def _check_descriptors(self, request: Request, ports: int, blocks: int) -> int:
         """Refuse what cannot be opened, before the first socket; how many more may be kept."""
         used, soft, hard = descriptor_usage()
-        needed = request.descriptors + 2  # the entry, and the socket in hand
+        # an entry for each block, and the socket in hand
+        needed = ports * (2 if request.protocol == "both" else 1) + blocks + 1
         if used + needed > soft:
             raise DescriptorLimit(
-                f"{request.size} ports ({request.protocol}) need {needed} descriptors, {used} are"
+                f"{ports} ports ({request.protocol}) need {needed} descriptors, {used} are"
                 f" open, and the limit is {soft} (hard limit {hard}). Raise it with `ulimit -n` or"
                 " resource.setrlimit, or ask for fewer ports.",
                 needed=needed,
@@ -661,7 +665,7 @@ class Allocator:
                 try:
                     self._place(request, wanted, blocks)
                 except PortsUnavailable as exc:
-                    if len(wanted) == 1 or exc.denied:
+                    if len(wanted) == 1 or isinstance(exc, PrivilegedPort):
                         raise
                     self._release_all(blocks)
                     self._place_tightly(request, wanted, blocks, exc)
@@ -678,8 +682,10 @@ class Allocator:
         self, request: Request, wanted: Mapping[str, int], blocks: dict[str, PortBlock]
     ) -> None:
         """Hold one block after the other, the largest first, wherever each finds room."""
+        ports = request.size
         for name, size in sorted(wanted.items(), key=lambda item: -item[1]):
-            search = self._begin(request, size)
+            search = self._begin(request, size, ports, len(wanted) - len(blocks))
+            ports -= size
             try:
                 for block in blocks.values():
                     search.exclude(block.first, block.last)
@@ -721,10 +727,12 @@ class Allocator:
                 refusal.longest_free = max((length for _, length in free_runs(states)), default=0)
                 raise no_room(request, wanted, refusal)
             order = sorted(wanted.items(), key=lambda item: -item[1])
+            left = request.size
             try:
                 for (name, size), at in zip(order, placement, strict=True):
                     exact = self._exactly(request, request.first + at, size)
-                    search = self._begin(exact, size)
+                    search = self._begin(exact, size, left, len(wanted) - len(blocks))
+                    left -= size
                     try:
                         blocks[name] = self._find(search, exact, size, self._name(request, name))
                     except BaseException:
