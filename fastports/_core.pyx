@@ -41,6 +41,7 @@ cdef enum:
     EARLY = 16  # busy ports seen before a beacon is worth its 3 us
     BEACON_QUEUE = 10  # net.unix.max_dgram_qlen where nobody raised it (unix(7))
     LAST_LOOKS = 3
+    SYSCTL_BYTES = 262144
     LAST_LOOK_WAIT_MS = 10
 
 TCP = 1
@@ -148,20 +149,26 @@ cdef int raise_errno(int error) except -1:
 # --- small files, addresses and limits --------------------------------------------------------------------
 
 def read_sysctl(bytes path not None):
-    """The text of a small file of /proc, up to its newline; None where it cannot be opened."""
-    cdef char buffer[4096]
+    """The text of a sysctl; None where it cannot be read."""
+    cdef char buffer[1024]
+    cdef char *large
     cdef ssize_t count
-    cdef bytes text = b""
+    cdef bytes text = None
     cdef int fd = open(path, O_RDONLY | O_CLOEXEC)
     if fd < 0:
         return None
-    while True:
-        count = read(fd, buffer, sizeof(buffer))
-        if count <= 0:
-            break
-        text += <bytes>buffer[:count]
-        if buffer[count - 1] == 10:  # a long list of reserved ports may come in pieces
-            break
+    count = pread(fd, buffer, sizeof(buffer), 0)
+    if 0 <= count < <ssize_t>sizeof(buffer):
+        text = <bytes>buffer[:count]
+    elif count > 0:
+        # A long list of reserved ports. The kernel has an answer for offset 0 only
+        # (proc_do_large_bitmap), so it must be read at once; at most 32,768 times "65535,".
+        large = <char *>malloc(SYSCTL_BYTES)
+        if large != NULL:
+            count = pread(fd, large, SYSCTL_BYTES, 0)
+            if count >= 0:
+                text = large[:count]
+            free(large)
     close(fd)
     return text
 
@@ -388,7 +395,7 @@ cdef class Search:
     Parameters
     ----------
     first, last, size
-        Ports, inclusive, and their count; trusted to be sane (1 <= first <= last <= 65535).
+        Ports, inclusive, and their count.
     protocols
         ``TCP``, ``UDP`` or ``TCP | UDP``.
     address
@@ -443,11 +450,16 @@ cdef class Search:
         self, int first, int last, int size, int protocols, address=None, *,
         starts=None, bitgen=None, int keep=0,
     ):
-        cdef size_t span = last - first + 1
+        cdef size_t span
         cdef Py_buffer view
         cdef bytes packed
         cdef uint64_t *maps
+        cdef const uint16_t *items
         cdef int i
+        if not (1 <= first <= last <= 65535 and 1 <= size <= last - first + 1
+                and 1 <= protocols <= 3):
+            raise ValueError(f"no search: {size} ports in {first}-{last}, protocols {protocols}")
+        span = last - first + 1
         self.unix_fd = self.beacon = self.spare[0] = self.spare[1] = self.current = -1
         self.beacon_slot = -1
         self.first = first
@@ -494,10 +506,18 @@ cdef class Search:
         if starts is not None:
             get_buffer(starts, &view, 2, False)
             self.given = True
-            self.candidates = <int>min(view.len // 2, <Py_ssize_t>span)
-            for i in range(self.candidates):
-                self.order[i] = <uint16_t>((<const uint16_t *>view.buf)[i] - first)
+            items = <const uint16_t *>view.buf
+            # checked here too, on the copy: another thread may write to the caller's array
+            while self.candidates < view.len // 2 and self.candidates < <int>span:
+                i = items[self.candidates] - first
+                if not 0 <= i <= last - first + 1 - size:
+                    break
+                self.order[self.candidates] = <uint16_t>i
+                self.candidates += 1
+            i = self.candidates < view.len // 2
             PyBuffer_Release(&view)
+            if i:
+                raise ValueError(f"a block cannot start at every one of {view.len // 2} starts")
         self.start_over()
 
     def __dealloc__(self):
@@ -1115,6 +1135,8 @@ def probe(ports, states, int protocols, address=None):
     finally:
         PyBuffer_Release(&view)
         search.close()
+    if error < 0:
+        raise ValueError("0 is no port")
     return error
 
 
@@ -1125,6 +1147,8 @@ cdef int probe_some(
     cdef int i, error, kind
     while at[0] < end:
         i = ports[at[0]] - search.first
+        if i < 0:  # port 0; looked at here, as another thread may write to the caller's array
+            return -1
         error = search.bind_port(i)
         if error == 0:
             states[at[0]] = 0

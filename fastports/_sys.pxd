@@ -60,7 +60,7 @@ cdef extern from "<fcntl.h>" nogil:
     int open(const char *, int)
 
 cdef extern from "<unistd.h>" nogil:
-    ssize_t read(int, void *, size_t)
+    ssize_t pread(int, void *, size_t, long)
     int close(int)
     int getpid()
 

@@ -32,7 +32,10 @@ def integer(value: object) -> int | None:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     # through __index__, not isinstance: numpy's integers are no int
-    result = value.__index__()
+    try:
+        result = value.__index__()
+    except TypeError:  # numpy's arrays have the method, too
+        return None
     return result if isinstance(result, int) else None
 
 
@@ -130,7 +133,7 @@ def _ends(spec: object, last: object) -> tuple[int, int]:
     elif isinstance(spec, range) and last is None:
         if spec.step != 1:
             raise _bad(spec, "its step is not 1")
-        if len(spec) == 0:
+        if not spec:  # len() fails above sys.maxsize
             raise _bad(spec, "it is empty")
         low, high = spec[0], spec[-1]
     elif isinstance(spec, (tuple, list)) and last is None:
