@@ -31,6 +31,7 @@ from .request import (
     check_label,
     check_metadata,
     check_protocol,
+    check_retry,
     check_size,
     check_timeout,
 )
@@ -132,7 +133,7 @@ class Allocator:
         self._address = check_address(host)
         self._protocol = check_protocol(protocol)
         self._rng = check_generator(rng)
-        self._retry = retry
+        self._retry = check_retry(retry)
         self._include_reserved = include_reserved
         self._entries = HostRegistry()
         self._warned: set[str] = set()
@@ -363,9 +364,7 @@ class Allocator:
         else:
             request.host = host
             request.address = check_address(host)
-        request.label = label if not label else check_label(label)
-        if label is not request.label and not isinstance(label, str):
-            request.label = check_label(label)
+        request.label = label if label == "" else check_label(label)
         request.metadata = None if metadata is None else check_metadata(metadata)
         request.rng = self._rng if rng is None else check_generator(rng)
         request.starts = None

@@ -25,6 +25,20 @@ __all__ = [
 ]
 
 
+_SCALARS = (str, int, float, complex, bool, bytes, type(None))
+
+
+def _portable(value: object) -> object:
+    """``value`` where any process can have it, else the text that shows it."""
+    items = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    if all(type(item) in _SCALARS for item in items):
+        return value
+    try:
+        return repr(value)
+    except RecursionError:
+        return f"<{type(value).__name__}>"
+
+
 def _rebuild(cls: type[FastportsError], message: str, facts: dict[str, object]) -> FastportsError:
     return cls(message, **facts)
 
@@ -57,7 +71,7 @@ class FastportsError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        facts = {key: value for key, value in self.__dict__.items() if key != "message"}
+        facts = {key: _portable(value) for key, value in self.__dict__.items() if key != "message"}
         if isinstance(self, OSError):
             facts["errno"] = self.errno  # lives in a slot of OSError, not in __dict__
         return _rebuild, (type(self), self.message, facts)

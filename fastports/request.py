@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._core import parse_address
-from .block import PROTOCOLS
+from .block import PROTOCOLS, PortBlock
 from .errors import InvalidRequest
 from .ranges import PortRange, integer
 
@@ -77,6 +77,21 @@ def check_timeout(value: object) -> float | None:
     )
 
 
+def check_retry(value: Any) -> Any:
+    if value is None:
+        return None
+    for name in ("base", "cap"):
+        seconds = getattr(value, name, None)
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+            raise InvalidRequest(
+                f"retry must have base and cap in seconds, above 0; its {name} is {seconds!r}."
+                " Leave it out to wait 5 ms at first and 250 ms at most.",
+                argument="retry",
+                value=value,
+            )
+    return value
+
+
 def check_label(value: object) -> str:
     if isinstance(value, str) and value.isprintable():
         try:
@@ -146,17 +161,18 @@ def check_address(host: object) -> tuple[int, bytes] | None:
 
 def as_ports(value: object, argument: str) -> Any:
     """A contiguous buffer of uint16 over an array of ports; a copy only where it must be one."""
-    if isinstance(value, (str, PortRange, range, list, tuple)):
-        try:
-            listed: Any = list(PortRange(value)) if isinstance(value, str) else list(value)
-            numbers = [integer(item) for item in listed]
-        except TypeError as exc:
-            raise bad_array(value, argument, "it holds something else than ports") from exc
+    if isinstance(value, (str, PortRange, PortBlock, range, list, tuple)):
+        # looked at before it is listed: it may have 10**12 items
+        ends = sorted((value[0], value[-1])) if isinstance(value, range) and value else [1]
+        if ends[0] < 1 or ends[-1] > 65535:
+            raise bad_array(value, argument, "it leaves 1-65535")
+        listed: Any = PortRange(value) if isinstance(value, str) else value
+        numbers = [integer(item) for item in listed]
     else:
         try:
             view = memoryview(value)  # type: ignore[arg-type]
-        except TypeError as exc:
-            raise bad_array(value, argument, "it has no buffer") from exc
+        except (TypeError, ValueError, BufferError) as exc:  # numpy's dates raise ValueError
+            raise bad_array(value, argument, f"it gives no buffer ({exc})") from exc
         if view.ndim != 1:
             raise bad_array(value, argument, f"it has {view.ndim} dimensions")
         if view.format == "H" and view.c_contiguous:

@@ -26,11 +26,11 @@ def _descriptors() -> set[str]:
     return found
 
 
-def _children() -> set[int]:
-    found: set[int] = set()
+def _children() -> set[str]:
+    found: set[str] = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children") as file:
-            found.update(int(pid) for pid in file.read().split())
+            found.update(file.read().split())
     return found
 
 
@@ -63,10 +63,12 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
-        left = [sorted(map(str, a - b)) for a, b in zip(
-            (_descriptors(), _children(), _threads()), before, strict=True)]
+        after = _descriptors(), _children(), _threads()
+        left = [sorted(now - then) for now, then in zip(after, before, strict=True)]
         if not any(left):
             return
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind: descriptors {left[0]}, children {left[1]}, threads {left[2]}")
+            pytest.fail(
+                f"left behind: descriptors {left[0]}, children {left[1]}, threads {left[2]}"
+            )
         time.sleep(0.01)

@@ -8,10 +8,11 @@ import pickle
 import resource
 import socket
 
-import fastports
 import pytest
-from fastports import _core
 from worlds import NOBODY, can_bind, in_child, network, root_only, set_sysctl
+
+import fastports
+from fastports import _core
 
 AF_INET6 = int(socket.AF_INET6)
 AF_UNIX = int(socket.AF_UNIX)
@@ -265,9 +266,7 @@ def test_probe_tells_privileged_and_reserved_ports_from_busy_and_free_ones() -> 
         answer: list[int] = fastports.probe([80, 1023, 1024, 5000, busy]).tolist()
         return answer
 
-    with network({"net.ipv4.ip_local_reserved_ports": "5000,6000-6010"}), fastports.reserve(
-        6005
-    ):
+    with network({"net.ipv4.ip_local_reserved_ports": "5000,6000-6010"}), fastports.reserve(6005):
         state = fastports.PortState
         assert in_child(lambda: probed(6005), uid=NOBODY) == [
             state.PRIVILEGED, state.PRIVILEGED, state.FREE, state.RESERVED, state.BUSY,

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fastports
 import pytest
-from fastports import _core
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from worlds import network, root_only, set_sysctl
+
+import fastports
+from fastports import _core
 
 pytestmark = root_only
 
@@ -349,5 +350,3 @@ def test_a_full_range_of_10000_is_refused_after_few_probes(size: int, most: int)
             fastports.allocate(size, range=(20000, 29999))
         assert caught.value.probed <= most
         assert caught.value.longest_free == 0
-
-

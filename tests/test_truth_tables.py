@@ -7,9 +7,10 @@ import os
 import socket
 from collections.abc import Iterator
 
-import fastports
 import pytest
 from worlds import NOBODY, can_bind, in_child, network, root_only
+
+import fastports
 
 pytestmark = root_only
 
@@ -141,9 +142,10 @@ def test_a_server_restarts_behind_the_hold_over_its_own_time_wait() -> None:
 
 def test_a_client_of_a_held_port_is_refused_and_never_connects_to_itself() -> None:
     low, high = 40000, 40009
-    with network({"net.ipv4.ip_local_port_range": f"{low} {high}"}), fastports.reserve(
-        (low, high - 3), protocol="tcp"
-    ) as block:
+    with (
+        network({"net.ipv4.ip_local_port_range": f"{low} {high}"}),
+        fastports.reserve((low, high - 3), protocol="tcp") as block,
+    ):
         block.open_door()
         for _ in range(300):
             for port in (block.first, block.last):
@@ -153,9 +155,10 @@ def test_a_client_of_a_held_port_is_refused_and_never_connects_to_itself() -> No
 
 def test_the_kernel_gives_a_held_port_to_nobody_until_its_own_are_used_up() -> None:
     low, high = 40000, 40007
-    with network({"net.ipv4.ip_local_port_range": f"{low} {high}"}), fastports.reserve(
-        (low, low + 3)
-    ) as block:
+    with (
+        network({"net.ipv4.ip_local_port_range": f"{low} {high}"}),
+        fastports.reserve((low, low + 3)) as block,
+    ):
         block.open_door(low, low + 1)
         for options in OPTIONS.values():
             taken = []
