@@ -60,6 +60,7 @@ cdef extern from *:
     #define FP_NR_PIDFD_GETFD __NR_pidfd_getfd
     #define FP_PIDFD_THREAD O_EXCL
     #define FP_SO_NETNS_COOKIE 71
+    #define FP_SO_BINDTOIFINDEX 62
     #define FP_IPPROTO_MPTCP 262
     #define FP_CONTINUE 1U
 
@@ -89,7 +90,7 @@ cdef extern from *:
     };
     """
     const long FP_NR_PIDFD_OPEN, FP_NR_PIDFD_GETFD
-    const int FP_PIDFD_THREAD, FP_SO_NETNS_COOKIE, FP_IPPROTO_MPTCP
+    const int FP_PIDFD_THREAD, FP_SO_NETNS_COOKIE, FP_SO_BINDTOIFINDEX, FP_IPPROTO_MPTCP
     const uint32_t FP_CONTINUE
     const unsigned long FP_RECV, FP_SEND, FP_ID_VALID, FP_ID_VALID_OLD, FP_SET_FLAGS
     struct fp_notif:
@@ -133,6 +134,7 @@ cdef extern from "<time.h>" nogil:
         long tv_sec
         long tv_nsec
     int clock_gettime(int, timespec *)
+    int nanosleep(const timespec *, timespec *)
     const int CLOCK_MONOTONIC
 
 cdef extern from "<poll.h>" nogil:
@@ -239,6 +241,10 @@ cdef enum:
     COVERING = 4
 
 cdef enum:
+    LOOPBACK = 1            # the first interface of every network namespace
+    NOWHERE = 0x7ffffff5    # an interface number that is not in use
+
+cdef enum:
     TCP = 1
     UDP = 2
 
@@ -324,6 +330,8 @@ cdef struct State:
     uint64_t passed
     uint64_t denied
     uint64_t refused
+    int spare           # a socket on a device, to ask whether we may take it off; -1 before, -2 never
+    uint64_t spare_netns
     int netlink         # of the serving thread
     int shows_bound     # whether sock_diag lists bound sockets (6.8+); -1 while that is not known
 
@@ -336,6 +344,11 @@ cdef uint64_t now() noexcept nogil:
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return <uint64_t>t.tv_sec * 1000000000 + <uint64_t>t.tv_nsec
+
+
+cdef void close_socket(int fd) noexcept nogil:
+    if fd >= 0:
+        close(fd)
 
 
 cdef int option(int fd, int level, int name) noexcept nogil:
@@ -583,38 +596,130 @@ cdef int covering_holds(
     return -1 if others else n
 
 
-cdef int perform(
-    State *st, Child *child, fp_notif *call, int sock, const sockaddr_storage *raw, int size,
-    Held **covering, int n,
-) noexcept nogil:
-    """Bind or listen on the fetched socket with the doors open; 0 or minus errno. The lock is held.
+cdef bint may_move(State *st, uint64_t netns) noexcept nogil:
+    """Whether this thread may take a socket off a device again (CAP_NET_RAW), asked of a spare socket."""
+    if st.spare == -1:
+        st.spare = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)
+        if st.spare < 0 or set_option(st.spare, FP_SO_BINDTOIFINDEX, LOOPBACK) != 0:
+            close_socket(st.spare)
+            st.spare = -2
+            return False
+        st.spare_netns = netns_of(st.spare)
+    # The first time anybody may; from then on the answer tells. Rights can be given up meanwhile.
+    return (st.spare >= 0 and netns == st.spare_netns
+            and set_option(st.spare, FP_SO_BINDTOIFINDEX, LOOPBACK) == 0)
 
-    SO_REUSEADDR, not SO_REUSEPORT: the port's bucket in the kernel remembers the latter, and lets
-    others of the same user in later. It must be on both sockets, at listen(2) too, which looks for
-    rivals again. Taking it from the child's socket afterwards keeps others out of one that is bound
-    and does not listen yet.
-    """
-    cdef int had = option(sock, SOL_SOCKET, SO_REUSEADDR)
+
+cdef int make_call(fp_notif *call, int sock, const sockaddr_storage *raw, int size) noexcept nogil:
     cdef int result
-    cdef int i
-    cdef uint64_t since
-    if child.exclusive:
-        set_option(sock, SO_REUSEPORT, 0)
-    if had == 0:
-        set_option(sock, SO_REUSEADDR, 1)
-    since = now()
-    for i in range(n):
-        set_option(covering[i].fd, SO_REUSEADDR, 1)
     if call.nr == FP_NR_BIND:
         result = bind(sock, <const sockaddr *>raw, <socklen_t>size)
     else:
         result = listen(sock, <int>call.args[1])
-    if result != 0:
-        result = -errno
+    return 0 if result == 0 else -errno
+
+
+cdef int beside(
+    State *st, fp_notif *call, int sock, const sockaddr_storage *raw, int size, Held **covering, int n
+) noexcept nogil:
+    """The call with hold and socket on two devices for its duration: sockets on different devices are no rivals.
+
+    A stranger, on no device, is a rival of the hold all the while, whatever else it sets. The hold's
+    device does not exist, the socket's is the loopback, which bind(2) to any address accepts.
+    """
+    cdef int device = option(sock, SOL_SOCKET, FP_SO_BINDTOIFINDEX)
+    cdef int result
+    cdef int i
+    cdef uint64_t since
+    if device == 0:
+        set_option(sock, FP_SO_BINDTOIFINDEX, LOOPBACK)
+    since = now()
     for i in range(n):
-        if covering[i].opens == 0:
-            set_option(covering[i].fd, SO_REUSEADDR, 0)
+        set_option(covering[i].fd, FP_SO_BINDTOIFINDEX, NOWHERE)
+    result = make_call(call, sock, raw, size)
+    for i in range(n):
+        set_option(covering[i].fd, FP_SO_BINDTOIFINDEX, 0)
     window(st, since)
+    # bind(2) to a link-local address has put the socket on that address's device: then it stays there
+    if device == 0 and option(sock, SOL_SOCKET, FP_SO_BINDTOIFINDEX) == LOOPBACK:
+        set_option(sock, FP_SO_BINDTOIFINDEX, 0)
+    return result
+
+
+cdef bint purge(const sockaddr_storage *raw, int size) noexcept nogil:
+    """Bind and close a socket of ours while the doors are open.
+
+    A stranger that got a socket with SO_REUSEADDR and SO_REUSEPORT bound in the moment the door was
+    open has marked the port's bucket in the kernel: others like it then pass without a look at the
+    hold. The next socket that binds or listens without SO_REUSEPORT takes the mark away.
+    """
+    cdef int spare = socket(raw.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0)
+    cdef bint done = False
+    if spare >= 0:
+        set_option(spare, SO_REUSEADDR, 1)
+        done = bind(spare, <const sockaddr *>raw, <socklen_t>size) == 0
+        close(spare)
+    return done
+
+
+cdef int through(
+    State *st, fp_notif *call, int sock, const sockaddr_storage *raw, int size, Held **covering, int n
+) noexcept nogil:
+    """The call with the doors open for its duration.
+
+    SO_REUSEADDR, not SO_REUSEPORT: the port's bucket in the kernel remembers the latter, and lets
+    others of the same user in later. It must be on both sockets, at listen(2) too, which looks for
+    rivals again.
+    """
+    cdef int result = 0
+    cdef int tries
+    cdef int i
+    cdef uint64_t since
+    cdef timespec pause
+    pause.tv_sec = 0
+    pause.tv_nsec = 50000
+    for tries in range(5):
+        since = now()
+        for i in range(n):
+            set_option(covering[i].fd, SO_REUSEADDR, 1)
+        if tries:
+            purge(raw, size)
+        result = make_call(call, sock, raw, size)
+        for i in range(n):
+            if covering[i].opens == 0:
+                set_option(covering[i].fd, SO_REUSEADDR, 0)
+        window(st, since)
+        if result != -EADDRINUSE or call.nr == FP_NR_BIND:
+            break
+        # Another socket of the child listens there, or a stranger that came in beside its bind does,
+        # maybe for a moment only; it is not to cost the child its port.
+        nanosleep(&pause, NULL)
+    return result
+
+
+cdef int perform(
+    State *st, Child *child, fp_notif *call, int sock, const sockaddr_storage *raw, int size,
+    Held **covering, int n, uint64_t netns,
+) noexcept nogil:
+    """Bind or listen on the fetched socket; 0 or minus errno. The lock is held.
+
+    Taking SO_REUSEADDR from the child's socket afterwards keeps others out of one that is bound and
+    does not listen yet.
+    """
+    cdef int had = option(sock, SOL_SOCKET, SO_REUSEADDR)
+    cdef int result
+    cdef int i
+    if child.exclusive:
+        set_option(sock, SO_REUSEPORT, 0)
+    if had == 0:
+        set_option(sock, SO_REUSEADDR, 1)
+    if may_move(st, netns):
+        for i in range(n):
+            if covering[i].opens == 0:  # whoever opened the door, it is shut while we are at work
+                set_option(covering[i].fd, SO_REUSEADDR, 0)
+        result = beside(st, call, sock, raw, size, covering, n)
+    else:
+        result = through(st, call, sock, raw, size, covering, n)
     if had == 0:
         set_option(sock, SO_REUSEADDR, 0)
     st.performed += 1
@@ -649,7 +754,7 @@ cdef bint on_socket(
         error[0] = -EADDRINUSE
         ours = True
     elif n > 0 and valid(child.listener, call.id):
-        error[0] = perform(st, child, call, sock, raw, size, covering, n)
+        error[0] = perform(st, child, call, sock, raw, size, covering, n, netns)
         ours = True
     pthread_mutex_unlock(&st.lock)
     return ours
@@ -1021,9 +1126,9 @@ cdef void *serve(void *argument) noexcept nogil:
                 st.running = False
                 close(st.wake)
                 st.wake = -1
-                if st.netlink >= 0:
-                    close(st.netlink)
-                    st.netlink = -1
+                close_socket(st.netlink)
+                close_socket(st.spare)
+                st.netlink = st.spare = -1
                 free(polled)
                 free(served)
                 unref(st)
@@ -1094,6 +1199,7 @@ cdef State *new_state() noexcept nogil:
         st.references = 1
         st.wake = -1
         st.netlink = -1
+        st.spare = -1
         st.shows_bound = -1
         rebuild(st)
     return st
@@ -1330,9 +1436,9 @@ cdef class Broker:
         st.n_children = 0
         if st.wake >= 0:
             close(st.wake)
-        if st.netlink >= 0:
-            close(st.netlink)
-        st.wake = st.netlink = -1
+        close_socket(st.netlink)
+        close_socket(st.spare)
+        st.wake = st.netlink = st.spare = -1
         st.n_held = st.n_doors = st.n_notes = 0
         rebuild(st)
         st.running = False
@@ -1499,11 +1605,6 @@ cdef struct Trial:
     int ready           # eventfd
 
 
-cdef void close_socket(int fd) noexcept nogil:
-    if fd >= 0:
-        close(fd)
-
-
 cdef void *attempt(void *argument) noexcept nogil:
     """Bind a port through the filter; filters and no_new_privs are a thread's own, and end with it."""
     cdef Trial *trial = <Trial *>argument
@@ -1588,6 +1689,7 @@ cdef int rehearse(int *error) noexcept nogil:
     close_socket(trial.sock)
     close_socket(trial.ready)
     if st != NULL:
+        close_socket(st.spare)
         pthread_mutex_lock(&st.lock)
         unref(st)
     return stage
@@ -1639,6 +1741,27 @@ def probe():
     else:
         cause = f"the rehearsal could not be set up: {why}"
     return {"broker": cause, "bind-door": cause}
+
+
+def stays_shut():
+    """Whether a brokered bind leaves the door shut in this thread's network namespace.
+
+    With CAP_NET_RAW (root, also in containers with the usual rights) the broker moves hold and child
+    to different devices for the call, and no socket without a device gets in. Without it the door is
+    open for some microseconds, and a program of this user that hammers the port with SO_REUSEADDR
+    and SO_REUSEPORT together may get in.
+    """
+    cdef State *st = new_state()
+    cdef int sock = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)
+    cdef bint may = False
+    if st != NULL:
+        if sock >= 0:
+            may = may_move(st, netns_of(sock))
+        close_socket(st.spare)
+        pthread_mutex_lock(&st.lock)
+        unref(st)
+    close_socket(sock)
+    return may
 
 
 def _scope():

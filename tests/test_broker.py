@@ -865,16 +865,19 @@ def in_process(function: Callable[[], object]) -> Any:
     return json.loads(text)
 
 
-def drop_sys_ptrace() -> None:
-    """Be a launcher without CAP_SYS_PTRACE, as an ordinary user is."""
+CAP_NET_RAW, CAP_SYS_PTRACE = 13, 19
+
+
+def give_up(capability: int) -> None:
+    """Be a launcher without this right, as an ordinary user is."""
     if ROOT:
-        libc.prctl(24, 19, 0, 0, 0)  # PR_CAPBSET_DROP
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
         header = struct.pack("=Ii", 0x20080522, 0)
         data = ctypes.create_string_buffer(24)
         libc.capget(header, data)
         words = list(struct.unpack("=6I", data.raw))
         for at in (0, 1, 2):
-            words[at] &= ~(1 << 19)
+            words[at] &= ~(1 << capability)
         assert libc.capset(header, struct.pack("=6I", *words)) == 0
 
 
@@ -893,7 +896,7 @@ def collect_log() -> list[str]:
 
 def test_a_process_that_is_not_dumpable_is_refused_and_the_cause_is_logged() -> None:
     def run() -> object:
-        drop_sys_ptrace()
+        give_up(CAP_SYS_PTRACE)
         heard = collect_log()
         with launcher() as launch:
             held = hold()
@@ -941,6 +944,120 @@ def test_without_a_free_descriptor_the_bind_is_refused_and_the_cause_is_logged()
     answer, heard = in_process(run)
     assert answer == errno.EADDRINUSE
     assert "Too many open files" in heard[0]
+
+
+# ------------------------------------------------------------------ with and without CAP_NET_RAW
+
+SO_BINDTOIFINDEX = 62
+
+
+def test_neither_socket_stays_on_the_device_it_was_moved_to(launch: Launcher) -> None:
+    held = hold()
+    port = port_of(held)
+
+    def child(say: Callable[[object], None]) -> object:
+        sock = socket.socket()
+        sock.bind(("0.0.0.0", port))
+        first = sock.getsockopt(socket.SOL_SOCKET, SO_BINDTOIFINDEX)
+        sock.listen()
+        return [first, sock.getsockopt(socket.SOL_SOCKET, SO_BINDTOIFINDEX)]
+
+    assert launch.ask(launch.block(held), child) == [0, 0]
+    assert held.getsockopt(socket.SOL_SOCKET, SO_BINDTOIFINDEX) == 0
+
+
+def test_a_socket_that_is_on_a_device_stays_there(launch: Launcher) -> None:
+    held = hold()
+    port = port_of(held)
+    loopback = socket.if_nametoindex("lo")
+
+    def child(say: Callable[[object], None]) -> object:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, SO_BINDTOIFINDEX, loopback)
+        sock.bind(("0.0.0.0", port))
+        sock.listen()
+        return sock.getsockopt(socket.SOL_SOCKET, SO_BINDTOIFINDEX)
+
+    assert launch.ask(launch.block(held), child) == loopback
+
+
+def test_with_net_raw_a_brokered_bind_leaves_the_door_shut(launch: Launcher) -> None:
+    if not _broker.stays_shut():
+        pytest.skip("no CAP_NET_RAW here")
+    held = hold()
+    port = port_of(held)
+    go = os.pipe()
+
+    def child(say: Callable[[object], None]) -> object:
+        os.write(go[1], b"x")
+        for _ in range(300):
+            served(port).close()
+        return "done"
+
+    started = launch.start(launch.block(held), child)
+    os.read(go[0], 1)
+    tries = entered = 0
+    while not select.select([started._reader], [], [], 0)[0]:
+        for reuse_port in (False, True):
+            tries += 1
+            sock = enter("0.0.0.0", port, reuse_address=True, reuse_port=reuse_port, listen=False)
+            if sock is not None:
+                entered += 1
+                sock.close()
+    assert started.answer() == "done"
+    assert tries and not entered
+    for fd in go:
+        os.close(fd)
+
+
+def test_without_net_raw_the_broker_works_through_a_door_open_for_the_call() -> None:
+    def run() -> object:
+        give_up(CAP_NET_RAW)
+        with launcher() as launch:
+            held = hold()
+            port = port_of(held)
+
+            def child(say: Callable[[object], None]) -> object:
+                sock = served(port)
+                return sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+
+            answer = launch.ask(launch.block(held), child)
+            door = held.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+            return [_broker.stays_shut(), answer, door, entrances(port)]
+
+    assert in_process(run) == [False, 0, 0, []]
+
+
+def test_a_stranger_that_slipped_in_beside_a_bind_does_not_cost_the_child_its_port() -> None:
+    """The stranger's mark on the port's bucket lets it listen; it goes when the child listens."""
+
+    def run() -> object:
+        give_up(CAP_NET_RAW)
+        with launcher() as launch:
+            held = hold()
+            port = port_of(held)
+            go = os.pipe()
+
+            def child(say: Callable[[object], None]) -> object:
+                sock = socket.socket()
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(("0.0.0.0", port))
+                say("bound")
+                os.read(go[0], 1)
+                return attempt(sock.listen)
+
+            started = launch.start(launch.block(held), child)
+            assert started.answer() == "bound"
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as in the moment of a call
+            slipped = enter("0.0.0.0", port, reuse_address=True, reuse_port=True, listen=False)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            assert slipped is not None
+            before = len(entrances(port))
+            os.write(go[1], b"x")
+            answer = started.answer()
+            return [before > 0, answer, entrances(port), attempt(slipped.listen)]
+
+    assert in_process(run) == [True, 0, [], errno.EADDRINUSE]
 
 
 # ------------------------------------------------------------------ what works here
