@@ -7,9 +7,9 @@ import errno
 import fcntl
 import os
 import resource
+import shutil
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -68,10 +68,9 @@ def smoke(table: Table) -> bool:
 
 @pytest.fixture(scope="session")
 def floor(tmp_path_factory: pytest.TempPathFactory) -> Floor:
-    try:
-        return Floor(tmp_path_factory.mktemp("floor"))
-    except (OSError, subprocess.CalledProcessError) as exc:
-        pytest.skip(f"no floor to compare with: {exc}")
+    if shutil.which("cc") is None:
+        pytest.skip("no floor to compare with: needs cc")
+    return Floor(tmp_path_factory.mktemp("floor"))
 
 
 @pytest.fixture(autouse=True)
