@@ -26,7 +26,8 @@ from libc.string cimport memcmp, memcpy, memset, strncmp, strstr
 from posix.unistd cimport close, getpid, read, write
 
 from fastports._seccomp cimport (
-    FILTER_LENGTH, FP_ARCH, FP_ARCH_AARCH64, FP_ARCH_X86_64, FP_NR_BIND, FP_NR_LISTEN, SOL_SOCKET,
+    FILTER_LENGTH, FP_ARCH, FP_ARCH_AARCH64, FP_ARCH_X86_64, FP_NEW_LISTENER, FP_NR_BIND, FP_NR_LISTEN,
+    FP_WAIT_KILLABLE_RECV, SOL_SOCKET,
     install_filter, iovec, prctl, receive_descriptor, sock_filter, syscall, write_filter,
 )
 
@@ -219,6 +220,7 @@ cdef extern from "<sys/socket.h>" nogil:
     struct sockaddr_storage:
         uint16_t ss_family
     int socket(int, int, int)
+    int socketpair(int, int, int, int *)
     int bind(int, const sockaddr *, socklen_t)
     int listen(int, int)
     int getsockname(int, sockaddr *, socklen_t *)
@@ -226,7 +228,7 @@ cdef extern from "<sys/socket.h>" nogil:
     int setsockopt(int, int, int, const void *, socklen_t)
     ssize_t send(int, const void *, size_t, int)
     ssize_t recv(int, void *, size_t, int)
-    const int AF_UNSPEC, AF_INET, AF_INET6, AF_NETLINK, SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_CLOEXEC
+    const int AF_UNSPEC, AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_CLOEXEC
     const int SO_REUSEADDR, SO_REUSEPORT, SO_DOMAIN, SO_TYPE, SO_PROTOCOL
 
 cdef extern from "Python.h" nogil:
@@ -1353,10 +1355,23 @@ def receive(int sock):
     return fd
 
 
-def program(machine):
-    """The filter for ``machine`` (``"x86_64"`` or ``"aarch64"``) as an array of struct sock_filter."""
+FLAGS = FP_NEW_LISTENER | FP_WAIT_KILLABLE_RECV  # for seccomp(2), with what `program` returns
+
+
+def pair():
+    """Two connected UNIX stream sockets, both close-on-exec, for a listener to travel over."""
+    cdef int ends[2]
+    if socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0:
+        raise _os_error(errno)
+    return ends[0], ends[1]
+
+
+def program(machine=None):
+    """The filter as an array of struct sock_filter, for this machine, ``"x86_64"`` or ``"aarch64"``."""
     cdef sock_filter ops[FILTER_LENGTH]
-    if machine == "x86_64":
+    if machine is None:
+        write_filter(ops, FP_ARCH, <uint32_t>FP_NR_BIND, <uint32_t>FP_NR_LISTEN)
+    elif machine == "x86_64":
         write_filter(ops, FP_ARCH_X86_64, 49, 50)
     elif machine == "aarch64":
         write_filter(ops, FP_ARCH_AARCH64, 200, 201)
@@ -1470,6 +1485,8 @@ cdef class Broker:
     def discard(self, block):
         """Forget the held sockets of a block; its children's calls go to the kernel. Idempotent."""
         cdef int64_t number = block
+        if getpid() != self.pid:
+            return  # between fork and `_forked`, which forgets everything
         pthread_mutex_lock(&self.st.lock)
         unhold(self.st, number)
         pthread_mutex_unlock(&self.st.lock)
@@ -1588,11 +1605,20 @@ cdef class Broker:
         cdef State *st = self.st
         cdef uint64_t i
         cdef uint64_t first
+        cdef uint64_t end
+        # No Python object is made under the lock: making one may run a finalizer that wants it.
+        cdef uint32_t *copy = <uint32_t *>calloc(WINDOWS, sizeof(uint32_t))
+        if copy == NULL:
+            raise MemoryError
         pthread_mutex_lock(&st.lock)
-        first = st.n_windows - WINDOWS if st.n_windows > WINDOWS else 0
-        found = [st.windows[i % WINDOWS] for i in range(first, st.n_windows)]
+        end = st.n_windows
+        memcpy(copy, st.windows, sizeof(st.windows))
         pthread_mutex_unlock(&st.lock)
-        return found
+        first = end - WINDOWS if end > WINDOWS else 0
+        try:
+            return [copy[i % WINDOWS] for i in range(first, end)]
+        finally:
+            free(copy)
 
 # ---------------------------------------------------------------- what works here
 

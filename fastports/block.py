@@ -16,7 +16,7 @@ from .errors import BlockReleased, NotOwner, PortsUnavailable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any, Protocol, overload
 
     from ._core import Search
@@ -102,8 +102,8 @@ class PortBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "first", "host", "label",
-        "last", "owner", "protocol",
+        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "_served", "first", "host",
+        "label", "last", "owner", "protocol",
     )  # fmt: skip
 
     first: int
@@ -129,6 +129,7 @@ class PortBlock:
         self._markers: Hold | None = None
         self._metadata = metadata
         self._registry: Releaser | None = None
+        self._served: Callable[[], None] | None = None  # called before the sockets close
         self.first = first
         self.last = first + size - 1
         self.host = host
@@ -271,6 +272,7 @@ class PortBlock:
                 cause="marked",
             ) from exc
         self._markers = Hold.adopt(markers)
+        self._unserve()
         hold.close_sockets()
 
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:
@@ -306,7 +308,13 @@ class PortBlock:
         finally:
             self._close_copies()
 
+    def _unserve(self) -> None:
+        served, self._served = self._served, None
+        if served is not None:
+            served()
+
     def _close_copies(self) -> None:
+        self._unserve()
         hold, self._hold = self._hold, None  # type: ignore[assignment]
         markers, self._markers = self._markers, None
         if hold is not None:

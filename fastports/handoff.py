@@ -11,11 +11,13 @@ import time
 
 from . import _spawn
 from ._spawn import Process, start
+from .brokered import BindDoor, Broker
 from .child import Child, sweep
 from .command import Command, number
 from .errors import HandoffError, InvalidRequest
 from .family import TOKEN
 from .listening import facts
+from .mode import Handover, Mode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from .block import PortBlock
     from .command import Text
+    from .mode import Launch
 
     class HasFileno(Protocol):
         def fileno(self) -> int: ...
@@ -50,13 +53,20 @@ _TAIL_LINES = 20
 # --- modes ----------------------------------------------------------------------------------------
 
 
-class Launch:
+class _Launch:
     """Everything a mode needs to start the child: :meth:`__call__` with what the mode adds."""
 
     def __init__(
-        self, command: Command, descriptors: dict[int, int], group: int, leash: int
+        self,
+        command: Command,
+        descriptors: dict[int, int],
+        group: int,
+        leash: int,
+        *,
+        exclusive: bool,
     ) -> None:
         self.command = command
+        self.exclusive = exclusive
         self._descriptors = descriptors
         self._group = group
         self._leash = leash
@@ -86,39 +96,6 @@ class Launch:
         if stage == "directory" and self.command.cwd is not None:
             return OSError(exc.errno, exc.strerror, os.fsdecode(self.command.cwd))
         return exc
-
-
-class Mode:
-    """One way to let a child in; subclasses say how.
-
-    Attributes
-    ----------
-    name
-        What ``handoff=`` calls it.
-    hint
-        For a child that died of EADDRINUSE: what to do, as a sentence.
-    """
-
-    name = ""
-    hint = ""
-
-    def why_not(self) -> str:
-        """What keeps this mode from working here, in words; empty if it works."""
-        raise NotImplementedError
-
-    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
-        """Start the child so that it can bind. After an error nothing is left, the block held."""
-        raise NotImplementedError
-
-
-class Handover:
-    """What a mode does for one child after its start; nothing, unless a mode says otherwise."""
-
-    def listening(self) -> None:
-        """The child was seen listening on all its ports. At most once, before :meth:`over`."""
-
-    def over(self) -> None:
-        """The child ended or was given up. Once."""
 
 
 # How many children of a block are on their way through its door, by the block's id; a child keeps
@@ -186,8 +163,8 @@ class _Close(Mode):
         return process, Handover()
 
 
-# Strongest first. What can be better than these stands before them.
-_MODES: tuple[Mode, ...] = (_Door(), _Close())
+# Strongest first.
+_MODES: tuple[Mode, ...] = (Broker(), BindDoor(), _Door(), _Close())
 _told: set[str] = set()
 
 
@@ -210,10 +187,17 @@ def modes() -> dict[str, ModeStatus]:
     return {mode.name: ModeStatus(mode.name, mode.why_not()) for mode in _MODES}
 
 
-def _choose(handoff: str, block: PortBlock) -> Mode:
+def _choose(handoff: str, block: PortBlock, command: Command, exclusive: bool) -> Mode:
     by_name = {mode.name: mode for mode in _MODES}
+    if exclusive and handoff not in ("auto", "broker"):
+        raise InvalidRequest(
+            f"exclusive=True takes an option from the child's sockets, which handoff={handoff!r}"
+            " never sees. Pass handoff='broker'.",
+            argument="exclusive",
+            value=exclusive,
+        )
     if block.state == "closed":  # by an earlier close mode: the markers stand, the holds do not
-        if handoff in ("auto", "close"):
+        if handoff in ("auto", "close") and not exclusive:
             return by_name["close"]
         raise HandoffError(
             f"the holds of ports {block.first}-{block.last} were closed for an earlier child:"
@@ -221,9 +205,11 @@ def _choose(handoff: str, block: PortBlock) -> Mode:
             " new block.",
             mode=handoff,
         )
+    if exclusive:
+        handoff = "broker"
     if handoff != "auto":
         mode = by_name[handoff]
-        why = mode.why_not()
+        why = mode.why_not() or mode.why_not_for(command)
         if why:
             raise HandoffError(
                 f"handoff={handoff!r} does not work here: {why}. Pass handoff='auto'.",
@@ -233,9 +219,10 @@ def _choose(handoff: str, block: PortBlock) -> Mode:
     missed = []
     for mode in _MODES:
         why = mode.why_not()
-        if not why:
+        if not why and not mode.why_not_for(command):
             break
-        missed.append(f"{mode.name}: {why}")
+        if why:
+            missed.append(f"{mode.name}: {why}")
     if missed and mode.name not in _told:
         _told.add(mode.name)
         import logging  # 6 ms
@@ -400,6 +387,7 @@ def spawn(
     pass_fds: Iterable[int] = (),
     new_session: bool = False,
     foreground: bool = False,
+    exclusive: bool = False,
     grace: float = 5.0,
 ) -> Child:
     """Start a program on the ports of a block and wait until it listens on them.
@@ -414,6 +402,9 @@ def spawn(
         ``{first}``, ``{last}``, ``{ports}`` (by commas) and ``{host}`` (``0.0.0.0`` for the
         wildcard) are filled in, in the values of ``env`` too. Every other brace is passed as it is.
     handoff
+        ``"broker"``: any program; its bind and listen calls on the block's ports are performed by
+        the launcher on its own sockets, beside the hold. ``"bind-door"``: where its sockets cannot
+        be fetched, the door is open during these calls alone, for programs that set SO_REUSEADDR.
         ``"door"``: the program binds beside the hold, which admits sockets with SO_REUSEADDR until
         it listens. ``"close"``: the holds are closed just before the program is executed, for
         programs that bind plainly; markers keep every other user of fastports off.
@@ -437,6 +428,9 @@ def spawn(
     foreground
         Leave the child in the launcher's process group, so that it can read the terminal and gets
         Ctrl-C and Ctrl-Z from it.
+    exclusive
+        Take SO_REUSEPORT from the child's sockets, so that no other program of this user can join
+        them; for a server that sets it although it needs one listener only. The broker's.
     grace
         Seconds between SIGTERM and SIGKILL wherever the child is ended.
 
@@ -462,9 +456,15 @@ def spawn(
 
     Notes
     -----
+    In broker mode nothing enters where the launcher has CAP_NET_RAW. Without it a program that
+    binds and listens on this very port with SO_REUSEADDR within the microseconds of a call can. The
+    child and all that it starts run with no_new_privs. A server that sets SO_REUSEPORT itself can
+    be joined by programs of its user that do so too; see ``exclusive``.
+
     In door mode, until the program listens, a stranger that binds this very port with SO_REUSEADDR
-    can enter. That is found out and told, not taken for the program. In close mode any program can
-    take the port until this one has bound it.
+    can enter; in bind-door mode during the program's bind and listen calls. That is found out and
+    told, not taken for the program. In close mode any program can take the port until this one has
+    bound it.
     """
     names = ["auto", *(mode.name for mode in _MODES)]
     if handoff not in names:
@@ -489,13 +489,22 @@ def spawn(
     wanted = _wanted(block, wait, command)
 
     block.filenos()  # a released block, or another process's, says so
-    mode = _choose(handoff, block)
+    mode = _choose(handoff, block, command, exclusive)
     sweep()
     group = _spawn.OWN_SESSION if new_session else _spawn.OWN_GROUP
     if foreground:
         group = _spawn.SHARED
     child = _start(
-        block, command, mode, streams, kept, group, wanted=wanted, token=token, grace=grace
+        block,
+        command,
+        mode,
+        streams,
+        kept,
+        group,
+        exclusive=exclusive,
+        wanted=wanted,
+        token=token,
+        grace=grace,
     )
     if wait is not None:
         child.wait_listening(budget)
@@ -510,6 +519,7 @@ def _start(
     kept: dict[int, int],
     group: int,
     *,
+    exclusive: bool,
     wanted: Sequence[int],
     token: bytes,
     grace: float,
@@ -522,7 +532,8 @@ def _start(
         streams.open()
         if group != _spawn.SHARED:
             reader, leash = os.pipe2(os.O_CLOEXEC)
-        launch = Launch(command, {**streams.descriptors, **kept}, group, reader)
+        descriptors = {**streams.descriptors, **kept}
+        launch = _Launch(command, descriptors, group, reader, exclusive=exclusive)
         process, handover = mode.start(block, launch)
         child = Child(
             process,

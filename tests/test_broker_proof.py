@@ -251,7 +251,7 @@ def attack(place: Path, port: int, counts: list[int]) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            counts.extend(map(int, process.stdout.read().split() or [0, 0, 0]))
+            counts.extend(int(count) for count in process.stdout.read().split())
 
 
 def answers(port: int) -> bool:

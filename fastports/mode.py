@@ -1,0 +1,61 @@
+"""What a hand-off mode is: one way to let a child in beside the hold of its ports."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Protocol
+
+    from ._spawn import Process
+    from .block import PortBlock
+    from .command import Command
+
+    class Launch(Protocol):
+        """Starts the child once, with what the mode adds."""
+
+        @property
+        def command(self) -> Command: ...
+        @property
+        def exclusive(self) -> bool: ...
+        def __call__(self, **added: Any) -> Process: ...
+        def explain(self, exc: OSError) -> OSError: ...
+
+
+__all__ = ["Handover", "Mode"]
+
+
+class Mode:
+    """One way to let a child in; subclasses say how.
+
+    Attributes
+    ----------
+    name
+        What ``handoff=`` calls it.
+    hint
+        For a child that died of EADDRINUSE: what to do, as a sentence.
+    """
+
+    name = ""
+    hint = ""
+
+    def why_not(self) -> str:
+        """What keeps this mode from working here, in words; empty if it works."""
+        raise NotImplementedError
+
+    def why_not_for(self, command: Command) -> str:
+        """The same for one program, where the mode works."""
+        return ""
+
+    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
+        """Start the child so that it can bind. After an error nothing is left, the block held."""
+        raise NotImplementedError
+
+
+class Handover:
+    """What a mode does for one child after its start; nothing, unless a mode says otherwise."""
+
+    def listening(self) -> None:
+        """The child was seen listening on all its ports. At most once, before :meth:`over`."""
+
+    def over(self) -> None:
+        """The child ended or was given up. Once."""
