@@ -440,6 +440,7 @@ cdef class Search:
     cdef int early_count
     cdef uint16_t early[EARLY + 1]
     cdef bint transient
+    cdef bint brief
     cdef list taken
     cdef readonly int probed
     cdef readonly int busy
@@ -579,6 +580,19 @@ cdef class Search:
             if status != MORE:
                 return status
             PyErr_CheckSignals()
+
+    def run_briefly(self, int budget):
+        """Like :meth:`run` for at most ``budget`` binds, and without waiting for other searches.
+
+        Anything but ``FOUND`` says that :meth:`run`, in a thread that may take its time, goes on
+        from here, or comes to the same end.
+        """
+        cdef int status
+        with nogil:
+            self.brief = True
+            status = self.step(budget)
+            self.brief = False
+        return status
 
     @property
     def start(self):
@@ -763,6 +777,8 @@ cdef class Search:
                 self.current = self.next_start()
                 self.position = 0
                 if self.current < 0:
+                    if self.brief:  # what comes now may take milliseconds
+                        return MORE
                     if self.look_again():
                         continue
                     return IS_EXHAUSTED

@@ -86,6 +86,40 @@ class PortState:
     NAMES = ("free", "busy", "denied", "privileged", "reserved")
 
 
+class Patience:
+    """Under ``timeout=``: whether to look once more, and after which pause."""
+
+    def __init__(self, request: Request, timeout: float, pacing: Pacing | None) -> None:
+        self._request = request
+        self._timeout = timeout
+        self._base: float = _WAIT_BASE if pacing is None else pacing.base
+        self._cap: float = _WAIT_CAP if pacing is None else pacing.cap
+        self._begin = time.monotonic()
+        self._attempts = 0
+        self.deadline = self._begin + timeout
+
+    def after(self, refusal: PortsUnavailable) -> float:
+        """Seconds to wait after this refusal; AllocationTimeout when there is no time left."""
+        self._attempts += 1
+        now = time.monotonic()
+        if now >= self.deadline:
+            from .refusal import counts, facts_of, what  # what follows needs no hurry
+
+            raise AllocationTimeout(
+                f"{what(self._request)} did not come free within {self._timeout:g} s"
+                f" ({self._attempts} looks); {counts(refusal)}. Wait longer, free some ports, or"
+                " widen range=.",
+                timeout=self._timeout,
+                elapsed=now - self._begin,
+                attempts=self._attempts,
+                **facts_of(refusal),
+            ) from refusal
+        self._request.recorded = set()  # others may have given back what they had recorded
+        jitter = (int.from_bytes(os.urandom(2), "little") + 1) / 65536
+        pause: float = min(self._cap, self._base * 2 ** min(self._attempts, 30)) * jitter
+        return min(pause, self.deadline - now)
+
+
 class Allocator:
     """Allocates ports with shared settings. Safe to use from many threads at once.
 
@@ -115,6 +149,8 @@ class Allocator:
     InvalidRequest
         For settings that cannot be served.
     """
+
+    _block = PortBlock
 
     def __init__(
         self,
@@ -272,15 +308,7 @@ class Allocator:
         InvalidRequest, PortsUnavailable, AllocationTimeout, BindDenied, DescriptorLimit
             As :meth:`allocate`; ``wanted`` counts all ports together.
         """
-        wanted = self._sizes(sizes)
-        for name in wanted:
-            check_label(f"{label}-{name}" if label else name)
-        request = self._request(
-            sum(wanted.values()), range, protocol, host, label, metadata, rng, None, many=True
-        )
-        biggest = max(wanted.values())
-        if biggest > request.last - request.first + 1:
-            raise self._too_large(biggest, request)
+        request, wanted = self._request_many(sizes, range, protocol, host, label, metadata, rng)
 
         def attempt(request: Request, deadline: float | None) -> dict[str, PortBlock]:
             return self._attempt_many(request, wanted, deadline)
@@ -386,6 +414,27 @@ class Allocator:
             raise self._too_large(size, request)
         return request
 
+    def _request_many(
+        self,
+        sizes: Mapping[str, int],
+        range: RangeLike | None,
+        protocol: str | None,
+        host: str | _Unset | None,
+        label: str,
+        metadata: Mapping[str, object] | None,
+        rng: Any,
+    ) -> tuple[Request, dict[str, int]]:
+        wanted = self._sizes(sizes)
+        for name in wanted:
+            check_label(f"{label}-{name}" if label else name)
+        request = self._request(
+            sum(wanted.values()), range, protocol, host, label, metadata, rng, None, many=True
+        )
+        biggest = max(wanted.values())
+        if biggest > request.last - request.first + 1:
+            raise self._too_large(biggest, request)
+        return request, wanted
+
     def _take_candidates(
         self, request: Request, candidates: object, named: PortRange | None, rng: Any
     ) -> None:
@@ -482,39 +531,25 @@ class Allocator:
         """Try until it works, with jittered pauses, for ``timeout`` seconds at most."""
         if timeout is None:
             return attempt(request, None)
-        begin = time.monotonic()
-        deadline = begin + timeout
-        base = _WAIT_BASE if self._retry is None else self._retry.base
-        cap = _WAIT_CAP if self._retry is None else self._retry.cap
-        attempts = 0
+        patience = Patience(request, timeout, self._retry)
         while True:
-            attempts += 1
-            request.recorded = set()  # others may have given back what they had recorded
             try:
-                return attempt(request, deadline)
+                return attempt(request, patience.deadline)
             except PrivilegedPort:
                 raise
             except PortsUnavailable as exc:
-                now = time.monotonic()
-                if now >= deadline:
-                    from .refusal import counts, facts_of, what  # what follows needs no hurry
+                pause = patience.after(exc)
+            time.sleep(pause)
 
-                    raise AllocationTimeout(
-                        f"{what(request)} did not come free within {timeout:g} s"
-                        f" ({attempts} looks); {counts(exc)}. Wait longer, free some ports, or"
-                        " widen range=.",
-                        timeout=timeout,
-                        elapsed=now - begin,
-                        attempts=attempts,
-                        **facts_of(exc),
-                    ) from exc
-            jitter = (int.from_bytes(os.urandom(2), "little") + 1) / 65536
-            pause = min(cap, base * 2 ** min(attempts, 30)) * jitter
-            time.sleep(min(pause, max(deadline - time.monotonic(), 0.0)))
+    def _attempt(
+        self, request: Request, deadline: float | None, search: Search | None = None
+    ) -> PortBlock:
+        """One complete search for one block, registered when it returns.
 
-    def _attempt(self, request: Request, deadline: float | None) -> PortBlock:
-        """One complete search for one block, registered when it returns."""
-        search = self._begin(request, request.size, request.size, 1)
+        ``search`` may have been begun, for this request, by the caller.
+        """
+        if search is None:
+            search = self._begin(request, request.size, request.size, 1)
         block: PortBlock | None = None
         try:
             while True:
@@ -601,7 +636,7 @@ class Allocator:
                     status = search.run()
             if status == FOUND:
                 first = search.start
-                return PortBlock(
+                return self._block(
                     search.take(),
                     first,
                     size,

@@ -16,7 +16,7 @@ from .listening import Watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from io import BufferedReader, BufferedWriter
     from typing import Protocol
 
@@ -354,7 +354,11 @@ class Child:
         """
         self._mine()
         try:
-            self._listening(None if timeout is None else time.monotonic() + timeout)
+            for pause in self._listening(None if timeout is None else time.monotonic() + timeout):
+                if self.returncode is None:
+                    self._process.ended(pause)
+                else:
+                    time.sleep(pause)
         except BaseException:
             self.stop()
             self._handover.over()
@@ -375,23 +379,31 @@ class Child:
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def _listening(self, deadline: float | None) -> None:
+    def _listening(self, deadline: float | None) -> Iterator[float]:
+        """Look, step by step, until it listens; yields how many seconds to wait between two looks.
+
+        0 says that the next step may take milliseconds: it reads /proc.
+        """
         watch = Watch(self.block, self.ports)
         try:
             while not watch.all_up():
                 if deadline is not None and time.monotonic() >= deadline:
                     raise self._too_late(watch)
-                if not self._process.ended(_TICK * _jitter()):
+                if not self._process.ended(0):
+                    yield _TICK * _jitter()
+                if not self._process.ended(0):
                     continue
+                yield 0.0
                 before = time.monotonic()
                 # A program that turns into a daemon ends well before its daemon listens.
                 if self.poll() != 0 or not self._family.members():
                     if watch.all_up():
                         break
                     raise self._ended(watch)
-                time.sleep(max(_TICK, 4 * (time.monotonic() - before)) * _jitter())
+                yield max(_TICK, 4 * (time.monotonic() - before)) * _jitter()
             took = self._elapsed()
             self._handover.listening()  # nobody else gets in from here on; who is in comes next
+            yield 0.0
             self._check_owners(watch)
             self.listened_after = took
         finally:

@@ -486,7 +486,7 @@ def spawn(
     token = os.urandom(8).hex().encode()
     ports = b",".join(b"%d" % port for port in block.ports)
     command = Command(block, argv, env, cwd, {PORTS: ports, TOKEN: token})
-    wanted = _wanted(block, wait, command)
+    wanted = _wanted(block, wait, command.named)
 
     block.filenos()  # a released block, or another process's, says so
     mode = _choose(handoff, block, command, exclusive)
@@ -602,9 +602,11 @@ def _kept(pass_fds: Iterable[int]) -> dict[int, int]:
     return kept
 
 
-def _wanted(block: PortBlock, wait: str | Iterable[int] | None, command: Command) -> Sequence[int]:
+def _wanted(
+    block: PortBlock, wait: str | Iterable[int] | None, named: Sequence[int]
+) -> Sequence[int]:
     if wait is None or wait == "listen":
-        return command.named
+        return named
     wanted: list[int] | None = None
     if not isinstance(wait, (str, bytes, int)):
         try:
