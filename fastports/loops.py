@@ -1,0 +1,313 @@
+"""What the awaitable face needs of an event loop: asyncio's, uvloop's, or trio's through anyio.
+
+Nothing here knows of ports. asyncio is never imported, only found where it runs already; anyio is
+imported where no asyncio loop runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import asyncio
+    from collections import deque
+    from collections.abc import Callable, Coroutine
+    from typing import Any, Protocol, TypeVar
+    from weakref import WeakKeyDictionary
+
+    T = TypeVar("T")
+
+    class Loop(Protocol):
+        async def turn(self) -> None:
+            """Wait for a turn to keep the loop's thread for a while; few are given out at once."""
+
+        async def sleep(self, seconds: float) -> None: ...
+
+        async def readable(self, fd: int, timeout: float | None = None) -> bool:
+            """Wait until ``fd`` is readable, or at end of file; False after ``timeout`` seconds."""
+
+        async def writable(self, fd: int) -> None: ...
+
+        async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
+            """Do the job in a worker thread.
+
+            When cancelled: the job's result is undone. With ``prompt`` the thread sees to that in
+            its own time, otherwise it has been done when the cancellation goes on.
+            """
+
+        async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
+            """Let it come to its end before a cancellation goes on."""
+
+
+__all__ = ["Job", "current"]
+
+# Searches that one turn of a loop lets through: 8 of some 50 us leave the loop to others in time.
+PER_TURN = 8
+
+
+def current() -> Loop:
+    """The event loop that runs the calling task.
+
+    Raises
+    ------
+    RuntimeError
+        There is none, or it is trio's and anyio is not installed.
+    """
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        try:
+            return _Anyio()
+        except ImportError as exc:
+            raise RuntimeError(
+                "under trio fastports.aio needs anyio 4.8 or later. Install fastports[anyio]."
+            ) from exc
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None:
+        try:
+            return _of_asyncio(asyncio.get_running_loop())
+        except RuntimeError:
+            pass  # none runs
+    raise RuntimeError("no event loop is running in this thread. Call this from a coroutine.")
+
+
+class Job:
+    """Work for a thread, whose result is undone there if nobody wants it any more.
+
+    Parameters
+    ----------
+    work
+        Called once, in a worker thread.
+    undo
+        Takes a result that nobody wants back, in whatever thread.
+    unstarted
+        Called instead of ``work`` when the job is dropped before its start.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], object],
+        undo: Callable[[Any], object] | None = None,
+        unstarted: Callable[[], object] | None = None,
+    ) -> None:
+        self._work = work
+        self._undo = undo
+        self._unstarted = unstarted
+        self._lock = threading.Lock()
+        self._dropped = False
+        self._results: list[object] = []
+        self.started = False
+
+    def __call__(self) -> object:
+        with self._lock:
+            if self._dropped:
+                return None
+            self.started = True
+        result = self._work()
+        with self._lock:
+            if not self._dropped:
+                self._results.append(result)
+                return result
+        if self._undo is not None:
+            self._undo(result)
+        return result
+
+    def drop(self) -> Callable[[], object] | None:
+        """Nobody wants the result. What undoes it, where it has come already."""
+        with self._lock:
+            self._dropped = True
+            results, self._results = self._results, []
+            unstarted, self._unstarted = self._unstarted, None
+        if not self.started and unstarted is not None:
+            unstarted()
+        undo = self._undo
+        if results and undo is not None:
+            return lambda: undo(*results)
+        return None
+
+
+def _in_the_background(undo: Callable[[], object] | None) -> None:
+    if undo is not None:
+        threading.Thread(target=undo, name="fastports-undo").start()
+
+
+# --- asyncio --------------------------------------------------------------------------------------
+
+# Turns are the loop's, not an allocator's. Weak keys: a loop goes when its program lets it go.
+_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Asyncio] | None = None
+
+
+def _of_asyncio(running: asyncio.AbstractEventLoop) -> _Asyncio:
+    global _loops
+    if _loops is None:
+        from weakref import WeakKeyDictionary  # asyncio has loaded it
+
+        _loops = WeakKeyDictionary()
+    loop = _loops.get(running)
+    if loop is None:
+        loop = _loops[running] = _Asyncio()
+    return loop
+
+
+class _Asyncio:
+    """Holds no reference to its loop, so that it does not keep it alive."""
+
+    def __init__(self) -> None:
+        import asyncio
+        from collections import deque
+
+        self._asyncio = asyncio
+        self._given = 0
+        self._turning = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def turn(self) -> None:
+        loop = self._asyncio.get_running_loop()
+        while self._given >= PER_TURN:
+            waiter = loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+        self._given += 1
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._given = woken = 0
+        while self._waiting and woken < PER_TURN:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # else cancelled
+                waiter.set_result(None)
+                woken += 1
+        # also when those just woken are cancelled before they run, the next ones have their turn
+        self._turning = woken > 0
+        if self._turning:
+            loop.call_soon(self._next, loop)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._asyncio.sleep(seconds)
+
+    async def readable(self, fd: int, timeout: float | None = None) -> bool:
+        loop = self._asyncio.get_running_loop()
+        ready: asyncio.Future[bool] = loop.create_future()
+        loop.add_reader(fd, _tell, ready, True)
+        timer = None if timeout is None else loop.call_later(timeout, _tell, ready, False)
+        try:
+            return await ready
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if not loop.is_closed():
+                loop.remove_reader(fd)
+
+    async def writable(self, fd: int) -> None:
+        loop = self._asyncio.get_running_loop()
+        ready: asyncio.Future[bool] = loop.create_future()
+        loop.add_writer(fd, _tell, ready, True)
+        try:
+            await ready
+        finally:
+            if not loop.is_closed():
+                loop.remove_writer(fd)
+
+    async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
+        future = self._asyncio.get_running_loop().run_in_executor(None, job)
+        future.add_done_callback(_look)
+        try:
+            await self._asyncio.wait([future])  # leaves the future alone when it is cancelled
+            return future.result()
+        except BaseException as exc:
+            undo = job.drop()
+            if prompt or not isinstance(exc, self._asyncio.CancelledError):
+                _in_the_background(undo)
+            elif job.started:
+                if undo is not None:
+                    future = self._asyncio.get_running_loop().run_in_executor(None, undo)
+                await self._until_done(future)
+            raise
+
+    async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = self._asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(_look)
+        try:
+            await self._asyncio.wait([task])
+        except self._asyncio.CancelledError:
+            await self._until_done(task)
+            raise
+        return task.result()
+
+    async def _until_done(self, future: asyncio.Future[Any]) -> None:
+        while not future.done():
+            try:  # noqa: SIM105
+                await self._asyncio.wait([future])
+            except self._asyncio.CancelledError:
+                pass  # one is on its way already
+
+
+def _look(future: asyncio.Future[Any]) -> None:
+    """Have seen the exception, if there is one, of a job that nobody may wait for."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _tell(future: asyncio.Future[bool], what: bool) -> None:
+    if not future.done():
+        future.set_result(what)
+
+
+# --- trio, through anyio --------------------------------------------------------------------------
+
+
+class _Anyio:
+    def __init__(self) -> None:
+        import anyio.lowlevel  # 60 ms; whoever uses trio through anyio has it loaded
+        import anyio.to_thread
+
+        self._anyio = anyio
+        self._turns = _turns()
+
+    async def turn(self) -> None:
+        async with self._turns:  # one checkpoint with a ticket: so many pass in one go
+            await self._anyio.lowlevel.checkpoint()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._anyio.sleep(seconds)
+
+    async def readable(self, fd: int, timeout: float | None = None) -> bool:
+        with self._anyio.move_on_after(timeout) as scope:
+            await self._anyio.wait_readable(fd)
+        return not scope.cancelled_caught
+
+    async def writable(self, fd: int) -> None:
+        await self._anyio.wait_writable(fd)
+
+    async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
+        try:
+            return await self._anyio.to_thread.run_sync(job, abandon_on_cancel=prompt)
+        except BaseException:
+            _in_the_background(job.drop())
+            raise
+
+    async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        with self._anyio.CancelScope(shield=True):
+            result = await coroutine
+        return result  # noqa: RET504 - a scope may swallow, for type checkers
+
+
+_turns_of_run: Any = None
+
+
+def _turns() -> Any:
+    """The tickets of this run of the loop."""
+    global _turns_of_run
+    import anyio
+
+    if _turns_of_run is None:
+        _turns_of_run = anyio.lowlevel.RunVar("fastports turns")
+    try:
+        return _turns_of_run.get()
+    except LookupError:
+        turns = anyio.Semaphore(PER_TURN)
+        _turns_of_run.set(turns)
+        return turns
