@@ -17,6 +17,7 @@ not (seccomp_unotify(2)). A call that is let go on (CONTINUE) may use other byte
 meets the closed door in the kernel.
 """
 
+cimport cython
 from libc.errno cimport (
     EACCES, EADDRINUSE, EBADF, EBUSY, EINVAL, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESRCH, errno,
 )
@@ -1386,6 +1387,7 @@ cdef object _os_error(int error):
     return OSError(error, strerror(error))
 
 
+@cython.final
 cdef class Broker:
     """Serves the children of this process; see the module.
 
@@ -1404,8 +1406,6 @@ cdef class Broker:
         if self.st == NULL:
             raise MemoryError
         self.pid = getpid()
-
-    def __init__(self):
         from os import register_at_fork
         from weakref import WeakMethod
 
