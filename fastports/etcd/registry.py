@@ -269,14 +269,19 @@ class EtcdRegistry:
                     if (start, port) in found
                 ]
                 if mine and all(found[place] == lease for place in mine):
-                    if self._stands(session, records, call):
+                    if self.retry.call(
+                        lambda: self._stands(session, records, call), deadline=call.deadline
+                    ):
                         session.confirm(records, lease)
                         return ()
                     # Keys of ours for ports that we hold anew: a release that is still to reach
                     # etcd. Hurry it, then ask again.
                     with session.lock:
                         doomed = list(session.doomed.values())
-                    session.remove(doomed, call)
+                    self.retry.call(
+                        lambda doomed=doomed: session.remove(doomed, call),  # type: ignore[misc]
+                        deadline=call.deadline,
+                    )
                     if not doomed:
                         session.suspect()
                         return self._foreign(found, records, search)

@@ -79,6 +79,7 @@ class Session:
         self.expires = 0.0
         self.reachable = True
         self.failures = 0
+        self.complained = False
         self.checks = 0
         self.due = 0.0
         self.history = (0, 0, 0)
@@ -387,15 +388,17 @@ class Session:
                 self._fail()
                 return
             # etcd answers but refuses (no space, no permission): no use in hurrying.
-            from logging import getLogger
+            if not self.complained:
+                from logging import getLogger
 
-            getLogger("fastports.etcd").warning("ports cannot be recorded: %s", exc)
-            self._fail()
-            self.reachable = True
+                self.complained = True
+                getLogger("fastports.etcd").warning("records cannot be put right: %s", exc)
+            self.checks = max(self.checks, 1)
             self.due = boot_clock() + self._pace()
             return
         self.reachable = True
         self.failures = 0
+        self.complained = False
         self.checks = max(0, self.checks - 1)
         if self.due <= boot_clock():
             self.due = boot_clock() + self._pace()

@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--soak")) or os.environ.get("FASTPORTS_SOAK") == "1"
+    option = request.config.getoption("--soak", default=False)
+    return bool(option) or os.environ.get("FASTPORTS_SOAK") == "1"
 
 
 def _python_threads() -> set[str]:

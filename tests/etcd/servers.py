@@ -166,7 +166,14 @@ class Etcd:
         return self.process.pid
 
     def freeze(self) -> None:
+        """Stop it, and wait until every thread of it stands still."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_for(lambda: all(state == "T" for state in self._thread_states()))
+
+    def _thread_states(self) -> Iterator[str]:
+        for task in os.listdir(f"/proc/{self.pid}/task"):
+            with open(f"/proc/{self.pid}/task/{task}/stat") as file:
+                yield file.read().rpartition(")")[2].split()[0]
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

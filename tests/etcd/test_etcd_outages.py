@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_an_idle_process_sends_one_keepalive_for_all_its_blocks(
         connection._pass = counting  # type: ignore[method-assign]
         wait_for(lambda: len(calls) >= 6)
         assert {name for _, name in calls} == {"keepalive"}
-        gaps = [b[0] - a[0] for a, b in zip(calls, calls[1:], strict=False)]
+        gaps = [b[0] - a[0] for a, b in pairwise(calls)]
         assert min(gaps) > 2 / 3 * 0.5  # a third of the TTL, not more often
 
 
