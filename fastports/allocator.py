@@ -11,7 +11,6 @@ import time
 
 from . import ranges
 from ._core import BUSY, EXHAUSTED, FOUND, Search, check_ports, descriptor_usage
-from ._core import probe as probe_ports
 from .block import PROTOCOLS, PortBlock, searched, searching, watch_forks
 from .errors import (
     AllocationTimeout,
@@ -71,6 +70,7 @@ _UNSET = _Unset()
 _KEEP = 512  # descriptors a search may keep for overlapping windows; more would gain nothing
 _HEADROOM = 16  # descriptors left to the rest of the process
 _PLAN_ROUNDS = 3
+_LIMIT_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WAIT_BASE, _WAIT_CAP = 0.005, 0.25  # seconds between two looks while waiting for ports
 
 
@@ -118,6 +118,25 @@ class Patience:
         jitter = (int.from_bytes(os.urandom(2), "little") + 1) / 65536
         pause: float = min(self._cap, self._base * 2 ** min(self._attempts, 30)) * jitter
         return min(pause, self.deadline - now)
+
+
+def _failure(status: int, port: int, host: str | None, needed: int) -> Exception:
+    """The error for an errno that says something of this process or its address, not of a port."""
+    if status not in _LIMIT_ERRORS:
+        from .refusal import from_errno
+
+        return from_errno(status, port, host)
+    # nothing is imported here: that takes a descriptor, too
+    used, soft, hard = descriptor_usage()
+    return DescriptorLimit(
+        f"the kernel opens no more sockets ({os.strerror(status)}): {used} descriptors are open and"
+        f" the limit is {soft} (hard limit {hard}). Raise it with `ulimit -n`, or release blocks.",
+        needed=needed,
+        open=used,
+        soft=soft,
+        hard=hard,
+        errno=status,
+    )
 
 
 class Allocator:
@@ -351,11 +370,9 @@ class Allocator:
         import numpy as np  # 84 ms, for the arrays of this call's contract
 
         states = np.empty(len(ports), dtype=np.int8)
-        error = probe_ports(ports, states, bits, address)
+        error = self._look(ports, states, bits, address, 1, 65535)
         if error:
-            from .refusal import from_errno
-
-            raise from_errno(error, 0, self._host if isinstance(host, _Unset) else host, 1)
+            raise _failure(error, 0, self._host if isinstance(host, _Unset) else host, 1)
         numbers = np.asarray(ports)
         privileged = states == PortState.PRIVILEGED  # EACCES, whatever the port
         if privileged.any():
@@ -563,7 +580,7 @@ class Allocator:
         except BaseException:
             if block is not None:
                 block._release()
-            search.abandon(True)
+            search.abandon()
             raise
         finally:
             search.close()
@@ -646,9 +663,11 @@ class Allocator:
                     metadata=request.metadata,
                     owner=self._entries.owner(),
                 )
-            from . import refusal  # 0.6 ms, when there is something to explain
-
             if status == EXHAUSTED:
+                try:
+                    from . import refusal  # 0.6 ms, when there is something to explain
+                except OSError as exc:  # no descriptor left to read the module through
+                    raise _failure(exc.errno or errno.EMFILE, 0, request.host, 1) from exc
                 if last_resort:
                     last_resort = 0
                     waiting = refusal.only_time_wait(search, request)
@@ -665,7 +684,7 @@ class Allocator:
                     low = search.exclude(request.first, min(start - 1, request.last))
                     request.denied = max(request.denied, low)
                     continue
-            raise refusal.from_errno(status, port, request.host, request.descriptors + 2)
+            raise _failure(status, port, request.host, request.descriptors + 2)
 
     def _claim(
         self, blocks: Sequence[PortBlock], request: Request, deadline: float | None
@@ -687,6 +706,25 @@ class Allocator:
         request.recorded |= ports
         for port in ports:
             search.exclude(port, port)
+
+    @staticmethod
+    def _look(
+        ports: object,
+        states: object,
+        bits: int,
+        address: tuple[int, bytes] | None,
+        first: int,
+        last: int,
+    ) -> int:
+        """Probe ``ports`` of first..last into ``states``; 0 or an errno."""
+        search = Search(first, last, 1, bits, address)
+        watch_forks()
+        searching(search)
+        try:
+            return search.probe(ports, states)
+        finally:
+            search.close()
+            searched(search)
 
     # --- several blocks ---
 
@@ -725,7 +763,7 @@ class Allocator:
                     search.exclude(block.first, block.last)
                 blocks[name] = self._find(search, request, size, self._name(request, name))
             except BaseException:
-                search.abandon(True)
+                search.abandon()
                 raise
             finally:
                 search.close()
@@ -742,14 +780,21 @@ class Allocator:
         from array import array
 
         from .packing import free_runs, place
-        from .refusal import from_errno, no_room
+        from .refusal import no_room
 
         for _ in range(_PLAN_ROUNDS):
             ports = array("H", range(request.first, request.last + 1))
             states = bytearray(len(ports))
-            error = probe_ports(ports, memoryview(states).cast("b"), request.bits, request.address)
+            error = self._look(
+                ports,
+                memoryview(states).cast("b"),
+                request.bits,
+                request.address,
+                request.first,
+                request.last,
+            )
             if error:
-                raise from_errno(error, 0, request.host, request.descriptors + 2)
+                raise _failure(error, 0, request.host, request.descriptors + 2)
             for low, high in request.cuts:
                 for port in range(max(low, request.first), min(high, request.last) + 1):
                     states[port - request.first] = BUSY
@@ -770,7 +815,7 @@ class Allocator:
                     try:
                         blocks[name] = self._find(search, exact, size, self._name(request, name))
                     except BaseException:
-                        search.abandon(True)
+                        search.abandon()
                         raise
                     finally:
                         search.close()

@@ -6,11 +6,10 @@ import errno
 import os
 
 from . import _diag, ranges
-from ._core import Search, descriptor_usage
+from ._core import Search
 from .block import PROTOCOLS
 from .errors import (
     BindDenied,
-    DescriptorLimit,
     InvalidRequest,
     PortsUnavailable,
     PrivilegedPort,
@@ -31,7 +30,6 @@ _BY_STATE = (
     (_diag.BOUND, "bound"),
     (_diag.TIME_WAIT, "time_wait"),
 )
-_LIMIT_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def refusal(search: Search, request: Request, size: int) -> PortsUnavailable:
@@ -86,7 +84,7 @@ def refusal(search: Search, request: Request, size: int) -> PortsUnavailable:
     return error
 
 
-def from_errno(status: int, port: int, host: str | None, needed: int) -> Exception:
+def from_errno(status: int, port: int, host: str | None) -> Exception:
     """The error for an errno that says something of this process or its address, not of a port."""
     text = os.strerror(status)
     if status in _ADDRESS_ERRORS:
@@ -103,18 +101,6 @@ def from_errno(status: int, port: int, host: str | None, needed: int) -> Excepti
             " cgroup's BPF program) forbids it; no port would do. Allow bind(2) there, or"
             " allocate outside the sandbox and pass the sockets in.",
             port=port,
-            errno=status,
-        )
-    if status in _LIMIT_ERRORS:
-        used, soft, hard = descriptor_usage()
-        return DescriptorLimit(
-            f"the kernel opens no more sockets ({text}): {used} descriptors are open and the"
-            f" limit is {soft} (hard limit {hard}). Raise it with `ulimit -n`, or release"
-            " blocks.",
-            needed=needed,
-            open=used,
-            soft=soft,
-            hard=hard,
             errno=status,
         )
     return OSError(status, text)

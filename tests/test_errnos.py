@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import socket
+import sys
 
 import numpy  # loaded before descriptors run out, as an import needs one
 import pytest
@@ -356,7 +357,12 @@ def test_several_blocks_beyond_the_descriptor_limit_are_refused_before_the_first
 
 @pytest.mark.parametrize("spare", [0, 1])
 def test_one_port_without_a_descriptor_left_is_a_descriptor_limit(spare: int) -> None:
+    """Not even one to import an explanation through."""
+
     def limited() -> object:
+        for name in ("fastports.refusal", "fastports._diag"):
+            sys.modules.pop(name, None)
+            fastports.__dict__.pop(name.rpartition(".")[2], None)
         fillers = []
         try:
             while True:
