@@ -24,7 +24,11 @@ cdef extern from *:
     """
     #define FP_POPCOUNT(x) __builtin_popcountll(x)
     #define FP_CTZ(x) __builtin_ctzll(x)
+    static inline void fp_store(int *at, int value) { __atomic_store_n(at, value, __ATOMIC_SEQ_CST); }
+    static inline int fp_load(int *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
     """
+    void fp_store(int *, int) noexcept nogil
+    int fp_load(int *) noexcept nogil
     int FP_POPCOUNT(uint64_t) nogil
     int FP_CTZ(uint64_t) nogil
 
@@ -205,7 +209,10 @@ def descriptor_usage():
         used = info.st_size
         if used == 0:
             import os
-            used = len(os.listdir("/proc/self/fd")) - 1
+            try:
+                used = len(os.listdir("/proc/self/fd")) - 1
+            except OSError:  # none left to read it through
+                used = -1
     return (
         used,
         <int>min(limit.rlim_cur, <unsigned long>0x7FFFFFFF),
@@ -278,6 +285,35 @@ cdef class Hold:
             return -1
         return 0 if bind(self.entry, <sockaddr *>&address, length) == 0 else errno
 
+    def mark(self, int protocols, int first, int count):
+        """Bind a marker for each port and hold them, in an empty Hold: all or none.
+
+        Returns ``(0, 0)``, or the errno and the port that failed.
+        """
+        cdef char name[32]
+        cdef sockaddr_un address
+        cdef int port, bit, fd, length, error = 0
+        if self.fds != NULL:
+            raise RuntimeError("this hold is in use")
+        self.fds = <int *>malloc(2 * max(count, 1) * sizeof(int))
+        if self.fds == NULL:
+            raise MemoryError
+        for port in range(first, first + count):
+            for bit in range(2):
+                if not protocols & (1 << bit):
+                    continue
+                fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+                length = set_abstract(&address, name, marker_name(name, bit == 1, port))
+                if fd < 0 or bind(fd, <sockaddr *>&address, length) != 0:
+                    error = errno
+                    if fd >= 0:
+                        close(fd)
+                    self.drop_sockets()
+                    return error, port
+                self.fds[self.count] = fd
+                self.count += 1
+        return 0, 0
+
     def close_sockets(self):
         """Close the held sockets, keep the entry. False if they were closed before."""
         cdef bint had = self.count > 0
@@ -292,22 +328,22 @@ cdef class Hold:
         return had
 
     cdef void drop_sockets(self) noexcept:
-        cdef int count, i
-        cdef int *fds
-        with cython.critical_section(self):
-            count = self.count
-            fds = self.fds
-            self.count = 0
-            self.fds = NULL
-        if fds != NULL:
-            if count > 64:  # letting others run costs more than closing a few
-                with nogil:
-                    for i in range(count):
-                        close(fds[i])
-            else:
-                for i in range(count):
-                    close(fds[i])
-            free(fds)
+        # With the GIL, some at a time: at a fork by another thread what is on record is just what
+        # is open, so that the child can close its copies.
+        cdef bint more = True
+        while more:
+            with cython.critical_section(self):
+                more = self.drop_some(64)
+            if more:
+                with nogil:  # others may run
+                    pass
+
+    cdef bint drop_some(self, int budget) noexcept:
+        while self.count > 0 and budget > 0:
+            self.count -= 1
+            budget -= 1
+            close(self.fds[self.count])
+        return self.count > 0
 
     cdef void drop_entry(self) noexcept:
         cdef int fd
@@ -442,6 +478,7 @@ cdef class Search:
     cdef bint transient
     cdef bint brief
     cdef list taken
+    cdef int running, paused
     cdef readonly int probed
     cdef readonly int busy
     cdef readonly int marked
@@ -575,8 +612,10 @@ cdef class Search:
         """
         cdef int status
         while True:
+            fp_store(&self.running, 1)
             with nogil:
                 status = self.step(BATCH)
+                fp_store(&self.running, 0)
             if status != MORE:
                 return status
             PyErr_CheckSignals()
@@ -588,10 +627,12 @@ cdef class Search:
         from here, or comes to the same end.
         """
         cdef int status
+        fp_store(&self.running, 1)
         with nogil:
             self.brief = True
             status = self.step(budget)
             self.brief = False
+            fp_store(&self.running, 0)
         return status
 
     @property
@@ -647,8 +688,13 @@ cdef class Search:
 
     def close(self):
         """Close all that was not taken. Idempotent."""
+        while fp_load(&self.paused):  # a fork is about to be
+            with nogil:
+                sched_yield()
+        fp_store(&self.running, 1)
         with nogil:
             self.finish()
+            fp_store(&self.running, 0)
 
     def put_back(self, int first, int count):
         """Search ports that were taken, and given back by the caller, again."""
@@ -657,17 +703,97 @@ cdef class Search:
             drop(self.excluded_map, i)
         self.rebuild()
 
-    def abandon(self, bint tell):
-        """Close everything bound so far, taken or not. A forked child has no need to ``tell``."""
+    def pause(self):
+        """For a fork: have the search do nothing from now on, and wait until it does nothing.
+
+        To be called with the GIL, which is kept: a few microseconds, the time of a bind, or of a
+        last look (10 ms). What is on record is what is open then, and a child can close its copies.
+        """
+        fp_store(&self.paused, 1)
+        while fp_load(&self.running):
+            sched_yield()
+
+    def resume(self):
+        """The end of :meth:`pause`."""
+        fp_store(&self.paused, 0)
+
+    def abandon(self, *, bint forked=False):
+        """Close everything bound so far, taken or not; in a forked child its copies of it."""
         cdef Hold hold
-        if not tell:
-            self.transient = False
+        if forked:
+            self.transient = False  # nothing to tell
         for taken in self.taken or ():
             hold = taken
             hold.drop_sockets()
             hold.drop_entry()
-        with nogil:
-            self.finish()
+        self.close()
+
+    def probe(self, ports, states):
+        """Bind and close each port: ``FREE``, ``BUSY``, ``DENIED`` or ``PRIVILEGED`` into ``states``.
+
+        ``ports`` is a buffer of uint16, ``states`` a writable one of as many single bytes. Returns 0,
+        or the errno of a failure that is no fact about a port (address, descriptors). A port that is
+        bound in one protocol only is BUSY for both. ``PRIVILEGED`` is EACCES: for a port above
+        ``net.ipv4.ip_unprivileged_port_start`` that means denied.
+        """
+        cdef Py_buffer view, out
+        cdef Py_ssize_t i = 0, total
+        cdef int error = 0
+        get_buffer(ports, &view, 2, False)
+        try:
+            get_buffer(states, &out, 1, True)
+            try:
+                total = view.len // 2
+                if out.len != total:
+                    raise ValueError("states must have as many items as ports")
+                while i < total and error == 0:
+                    fp_store(&self.running, 1)
+                    with nogil:
+                        error = self.probe_some(
+                            <const uint16_t *>view.buf, <int8_t *>out.buf, &i, total
+                        )
+                        fp_store(&self.running, 0)
+                    PyErr_CheckSignals()
+            finally:
+                PyBuffer_Release(&out)
+        finally:
+            PyBuffer_Release(&view)
+        if error < 0:
+            last = self.first + self.span - 1
+            raise ValueError(f"a port to probe is outside {self.first}-{last}")
+        return error
+
+    cdef int probe_some(
+        self, const uint16_t *ports, int8_t *states, Py_ssize_t *at, Py_ssize_t total
+    ) noexcept nogil:
+        cdef Py_ssize_t end = min(at[0] + BATCH, total)
+        cdef int i, error, kind
+        if self.beacon == -1 and not fp_load(&self.paused):
+            self.light_beacon()  # a search that meets us waits for what we tell
+        while at[0] < end and not fp_load(&self.paused):
+            i = ports[at[0]] - self.first
+            if not 0 <= i < self.span:  # not only a mistake: another thread may write to the array
+                return -1
+            error = self.bind_port(i)
+            if error == 0:
+                states[at[0]] = 0
+                self.transient = True
+                for kind in range(self.kinds):
+                    close(self.fds[i * self.kinds + kind])
+                drop(self.kept_map, i)
+                self.kept_ports -= 1
+            elif error == EADDRINUSE:
+                states[at[0]] = 1
+            elif error == EPERM:
+                states[at[0]] = 2
+            elif error == EACCES:
+                states[at[0]] = 3
+            else:
+                return error
+            at[0] += 1
+        if not fp_load(&self.paused):
+            self.tell()
+        return 0
 
     # --- drawing ---
 
@@ -770,6 +896,8 @@ cdef class Search:
         """Bind on until found, exhausted, an error, or ``budget`` binds are spent (``MORE``)."""
         cdef int i, error
         cdef int middle = self.size // 2
+        if fp_load(&self.paused):
+            return MORE
         if self.current >= 0 and has(self.dead_map, self.current):
             self.current = -1  # excluded while we were away
         while True:
@@ -790,7 +918,7 @@ cdef class Search:
                     i = 0
                 i += self.current
                 if not has(self.kept_map, i):
-                    if budget <= 0:
+                    if budget <= 0 or fp_load(&self.paused):
                         return MORE
                     budget -= 1
                     error = self.bind_port(i)
@@ -962,13 +1090,14 @@ cdef class Search:
         fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)
         if fd < 0:
             return
+        self.beacon = fd  # on record before it has a name
         for slot in range(BEACONS):
             length = self.beacon_address(&address, slot)
             if bind(fd, <sockaddr *>&address, length) == 0:
-                self.beacon = fd
                 self.beacon_slot = slot
                 return
         close(fd)
+        self.beacon = -2
 
     cdef void tell(self) noexcept nogil:
         """Send the ports that were bound and given back to every beacon."""
@@ -1118,67 +1247,3 @@ def check_ports(ports, int first, int last, bint distinct):
         put(seen, items[i])
     PyBuffer_Release(&view)
     return bad
-
-
-def probe(ports, states, int protocols, address=None):
-    """Bind and close each port: ``FREE``, ``BUSY``, ``DENIED`` or ``PRIVILEGED`` into ``states``.
-
-    ``ports`` is a buffer of uint16, ``states`` a writable one of as many single bytes. Returns 0,
-    or the errno of a failure that is no fact about a port (address, descriptors). A port that is
-    bound in one protocol only is BUSY for both. ``PRIVILEGED`` is EACCES: for a port above
-    ``net.ipv4.ip_unprivileged_port_start`` that means denied.
-    """
-    # a search over every port, driven by hand: it knows addresses, families and markers
-    cdef Search search = Search(1, 65535, 1, protocols, address)
-    cdef Py_buffer view, out
-    cdef Py_ssize_t i = 0, total
-    cdef int error = 0
-    get_buffer(ports, &view, 2, False)
-    try:
-        get_buffer(states, &out, 1, True)
-        try:
-            total = view.len // 2
-            if out.len != total:
-                raise ValueError("states must have as many items as ports")
-            while i < total and error == 0:
-                with nogil:
-                    error = probe_some(
-                        search, <const uint16_t *>view.buf, <int8_t *>out.buf, &i, total
-                    )
-                PyErr_CheckSignals()
-        finally:
-            PyBuffer_Release(&out)
-    finally:
-        PyBuffer_Release(&view)
-        search.close()
-    if error < 0:
-        raise ValueError("0 is no port")
-    return error
-
-
-cdef int probe_some(
-    Search search, const uint16_t *ports, int8_t *states, Py_ssize_t *at, Py_ssize_t total
-) noexcept nogil:
-    cdef Py_ssize_t end = min(at[0] + BATCH, total)
-    cdef int i, error, kind
-    while at[0] < end:
-        i = ports[at[0]] - search.first
-        if i < 0:  # port 0; looked at here, as another thread may write to the caller's array
-            return -1
-        error = search.bind_port(i)
-        if error == 0:
-            states[at[0]] = 0
-            drop(search.kept_map, i)
-            search.kept_ports -= 1
-            for kind in range(search.kinds):
-                close(search.fds[i * search.kinds + kind])
-        elif error == EADDRINUSE:
-            states[at[0]] = 1
-        elif error == EPERM:
-            states[at[0]] = 2
-        elif error == EACCES:
-            states[at[0]] = 3
-        else:
-            return error
-        at[0] += 1
-    return 0

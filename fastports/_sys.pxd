@@ -59,6 +59,9 @@ cdef extern from "<fcntl.h>" nogil:
 
     int open(const char *, int)
 
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
 cdef extern from "<unistd.h>" nogil:
     ssize_t pread(int, void *, size_t, long)
     int close(int)

@@ -366,7 +366,7 @@ class Allocator:
 
 
 def _give_up(search: Search) -> None:
-    search.abandon(True)
+    search.abandon()
     search.close()
     searched(search)
 

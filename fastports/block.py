@@ -11,7 +11,7 @@ import os
 import sys
 from _weakref import ref  # what weakref.ref is; the module around it costs 0.9 ms at import
 
-from ._core import TCP, UDP, Hold, bind_abstract, marker
+from ._core import TCP, UDP, Hold
 from .errors import BlockReleased, NotOwner, PortsUnavailable
 
 TYPE_CHECKING = False
@@ -44,6 +44,7 @@ PROTOCOLS = {"tcp": TCP, "udp": UDP, "both": TCP | UDP}
 # Global because fork is: os.register_at_fork cannot be undone, so it is called once.
 _live: dict[int, ref[PortBlock]] = {}
 _searching: set[Search] = set()
+_forking: list[bool] = []
 _watching_forks: list[bool] = []
 
 
@@ -51,21 +52,38 @@ def watch_forks() -> None:
     """Have the descriptors of blocks and running searches closed in children of os.fork()."""
     if not _watching_forks:
         _watching_forks.append(True)
-        os.register_at_fork(after_in_child=_close_in_child)
+        os.register_at_fork(before=_halt, after_in_parent=_go_on, after_in_child=_close_in_child)
 
 
 def searching(search: Search) -> None:
     """Remember a search until :func:`searched`, for a fork in between."""
     _searching.add(search)
+    if _forking:  # another hook let this thread run in between
+        search.pause()
 
 
 def searched(search: Search) -> None:
     _searching.discard(search)
 
 
-def _close_in_child() -> None:
+def _halt() -> None:
+    """Before a fork: what searches have on record must be what is open when the copy is made."""
+    _forking.append(True)
     for search in _searching:
-        search.abandon(False)
+        search.pause()
+
+
+def _go_on() -> None:
+    _forking.clear()
+    for search in _searching:
+        search.resume()
+
+
+def _close_in_child() -> None:
+    _forking.clear()
+    for search in _searching:
+        search.resume()
+        search.abandon(forked=True)
     _searching.clear()
     for reference in list(_live.values()):
         block = reference()
@@ -102,8 +120,8 @@ class PortBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "_served", "first", "host",
-        "label", "last", "owner", "protocol",
+        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "_served", "_turn", "first",
+        "host", "label", "last", "owner", "protocol",
     )  # fmt: skip
 
     first: int
@@ -130,6 +148,7 @@ class PortBlock:
         self._metadata = metadata
         self._registry: Releaser | None = None
         self._served: Callable[[], None] | None = None  # called before the sockets close
+        self._turn = [True]  # taken by who releases
         self.first = first
         self.last = first + size - 1
         self.host = host
@@ -252,28 +271,24 @@ class PortBlock:
         hold = self._acting()
         if self._markers is not None:
             return
-        bits = PROTOCOLS[self.protocol]
-        markers: list[int] = []
-        try:
-            for port in self.ports:
-                for bit in (TCP, UDP):
-                    if bits & bit:
-                        markers.append(bind_abstract(marker(bit, port)))
-        except OSError as exc:
-            for fd in markers:
-                os.close(fd)
+        # on record before anything is bound: a fork or a release may come at any moment
+        markers = self._markers = Hold()
+        error, port = markers.mark(PROTOCOLS[self.protocol], self.first, len(self))
+        if error:
+            self._markers = None
             raise PortsUnavailable(
-                f"port {port} cannot be marked as taken ({exc.strerror}); it is still held."
+                f"port {port} cannot be marked as taken ({os.strerror(error)}); it is still held."
                 " Release this block and allocate another.",
                 range=f"{self.first}-{self.last}",
                 wanted=len(self),
                 protocol=self.protocol,
                 host=self.host,
                 cause="marked",
-            ) from exc
-        self._markers = Hold.adopt(markers)
+            )
         self._unserve()
         hold.close_sockets()
+        if self._hold is None:  # released meanwhile by another thread
+            markers.close()
 
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:
         """Start a program on these ports; see :func:`fastports.handoff.spawn`."""
@@ -295,7 +310,9 @@ class PortBlock:
         self._release()
 
     def _release(self, *, finalizing: bool = False) -> None:
-        if _live.pop(id(self), None) is None:  # atomic: one caller wins
+        try:
+            self._turn.pop()  # atomic: one caller wins
+        except IndexError:
             return
         try:
             registry = self._registry
@@ -307,6 +324,7 @@ class PortBlock:
                 registry.release([self])
         finally:
             self._close_copies()
+            _live.pop(id(self), None)  # last: what is open must be known to a fork at any moment
 
     def _unserve(self) -> None:
         served, self._served = self._served, None
@@ -315,12 +333,13 @@ class PortBlock:
 
     def _close_copies(self) -> None:
         self._unserve()
-        hold, self._hold = self._hold, None  # type: ignore[assignment]
-        markers, self._markers = self._markers, None
+        hold, markers = self._hold, self._markers
         if hold is not None:
             hold.close()
         if markers is not None:
             markers.close()
+        self._hold = None  # type: ignore[assignment]
+        self._markers = None
 
     def __enter__(self) -> PortBlock:
         self._acting()
@@ -345,7 +364,11 @@ class PortBlock:
                 source=self,
                 stacklevel=2,
             )
-        self._release(finalizing=True)
+        if self.owner.pid == os.getpid():
+            self._release(finalizing=True)
+        else:  # forked by other means than os.fork: the owner's record is the owner's
+            _live.pop(id(self), None)
+            self._close_copies()
 
     def _acting(self) -> Hold:
         """The hold, for a method that acts on it: only in the owner, only before release."""

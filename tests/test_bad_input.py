@@ -42,7 +42,6 @@ def nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a search was begun")
 
     monkeypatch.setattr("fastports.allocator.Search", begin)
-    monkeypatch.setattr("fastports.allocator.probe_ports", begin)
     yield
 
 
@@ -370,7 +369,9 @@ def test_an_error_about_a_value_that_cannot_be_pickled_can_be() -> None:
 def test_the_core_takes_no_port_0_and_no_start_outside_its_range() -> None:
     states = memoryview(bytearray(3)).cast("b")
     with pytest.raises(ValueError):
-        _core.probe(array("H", [20000, 0, 20001]), states, _core.TCP)
+        _core.Search(1, 65535, 1, _core.TCP).probe(array("H", [20000, 0, 20001]), states)
+    with pytest.raises(ValueError):
+        _core.Search(20000, 20009, 1, _core.TCP).probe(array("H", [20000, 20010, 1]), states)
     for starts in ([19999], [20003, 0], [20008], [65535]):
         with pytest.raises(ValueError):
             _core.Search(20000, 20009, 3, _core.TCP, starts=array("H", starts))
@@ -409,4 +410,4 @@ def test_the_core_takes_no_buffer_of_another_kind() -> None:
         (np.array([[20000, 20001]], dtype="uint16"), states),
     ):
         with pytest.raises((ValueError, BufferError)):
-            _core.probe(ports, out, _core.TCP)
+            _core.Search(1, 65535, 1, _core.TCP).probe(ports, out)

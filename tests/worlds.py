@@ -124,7 +124,10 @@ def become(uid: int) -> None:
 
 
 class Child:
-    """A forked process that runs one function. What it returns, or raises, is :meth:`result`."""
+    """A forked process that runs one function. What it returns, or raises, is :meth:`result`.
+
+    Made when the child runs Python again, all that is to be done after a fork behind it.
+    """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._pipe, write = os.pipe()
@@ -134,6 +137,7 @@ class Child:
             status = 1
             try:
                 os.close(self._pipe)
+                os.write(write, b"!")
                 try:
                     answer: tuple[bool, object] = True, function()
                 except BaseException:
@@ -144,6 +148,7 @@ class Child:
             finally:
                 os._exit(status)
         os.close(write)
+        assert os.read(self._pipe, 1) == b"!"
 
     def result(self, timeout: float = 60) -> object:
         data = b""
