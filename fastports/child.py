@@ -360,8 +360,11 @@ class Child:
                 else:
                     time.sleep(pause)
         except BaseException:
-            self.stop()
-            self._handover.over()
+            try:
+                self.stop()
+            finally:
+                self._handover.over()
+                self._close_pipes()
             raise
         return self
 
@@ -474,27 +477,30 @@ class Child:
 
     def _reaped(self) -> None:
         _running.discard(self)
-        self._handover.over()
         _lingering.add(self)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop the leash once there is nobody on it; dropped earlier, it kills the group."""
-        if self.returncode is not None and not self._group_lives():
+        """Let go of what outlives the child for the sake of descendants that still run."""
+        if self.returncode is None:
+            return
+        # Zombies of the group count for killpg, not for us; the walk tells, and is seldom needed.
+        expected = self._group_lives() or (self._family.scattered and self.returncode == 0)
+        if self._over or not expected or not self._family.members():
             _lingering.discard(self)
-            self._drop_leash()
+            self._drop_leash()  # dropped before, it would kill the rest of the group
+            self._handover.over()  # over before, it would leave a daemon at a closed door
 
     def _group_lives(self) -> bool:
         """Whether the child's own process group has members, zombies included."""
-        if not self._family.leads:
-            return False
         try:
-            os.killpg(self.pid, 0)
+            if self._family.leads:
+                os.killpg(self.pid, 0)
+            return self._family.leads
         except ProcessLookupError:
             return False
         except PermissionError:
             return True
-        return True
 
     def _drop_leash(self) -> None:
         leash, self._leash = self._leash, -1

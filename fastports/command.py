@@ -197,9 +197,9 @@ class _Placeholders:
         if name == b"host":
             return os.fsencode(block.host or "0.0.0.0")
         index = name[4:]
-        if name[:4] != b"port" or not index.isdigit() or index != b"%d" % int(index[:6]):
+        if name[:4] != b"port" or not index.isdigit() or (index[:1] == b"0" and index != b"0"):
             return None
-        if int(index) >= len(block):
+        if len(index) > 5 or int(index) >= len(block):
             raise InvalidRequest(
                 f"{argument} names {{{name.decode()}}}, but the block has {len(block)} port"
                 f"{'s' if len(block) > 1 else ''}: {{port0}} to {{port{len(block) - 1}}}. Allocate"

@@ -8,6 +8,7 @@ accidents, not from an attacker of the same user, who can read and copy it.
 from __future__ import annotations
 
 import os
+import time
 from _signal import pidfd_send_signal  # type: ignore[import-not-found]  # signal costs 2 ms
 
 TYPE_CHECKING = False
@@ -18,6 +19,8 @@ __all__ = ["TOKEN", "Family", "Member"]
 
 #: The environment variable that carries a child's token.
 TOKEN = b"FASTPORTS_CHILD"
+
+_WALKS = 3
 
 
 class Member:
@@ -138,12 +141,26 @@ class Family:
     def __init__(self, pid: int, token: bytes, *, leads: bool) -> None:
         self.pid = pid
         self.leads = leads
+        self.scattered = True  # until the child alone is known to have what was asked for
         self._mark = b"\0" + TOKEN + b"=" + token + b"\0"
         leader = look_at(pid)
         self.start = leader.start if leader is not None else 0
 
     def members(self) -> list[Member]:
-        """Every living member that can be seen, the child first if it is there. Zombies are not."""
+        """Every living member that can be seen, the child first if it is there; no zombies.
+
+        A walk through /proc misses a process that is made in its course by one that ends in its
+        course, as daemons come about. Nobody is there only if several walks say so.
+        """
+        living = self._walk()
+        for _ in range(_WALKS - 1):
+            if living:
+                break
+            time.sleep(0.001)
+            living = self._walk()
+        return living
+
+    def _walk(self) -> list[Member]:
         # A relative is no older than the child; the start times of one tick cannot be told apart.
         processes = [member for member in _processes() if member.start >= self.start]
         family = {
@@ -177,7 +194,8 @@ class Family:
         leader = sockets_of(self.pid)  # nearly always enough, and spares the walk
         if leader is not None:
             found |= leader & wanted.keys()
-        if found == wanted.keys():
+        self.scattered = found != wanted.keys()
+        if not self.scattered:
             return found
         for member in self.members():
             theirs = sockets_of(member.pid)

@@ -10,7 +10,7 @@ import os
 import time
 
 from ._core import parse_address
-from ._diag import BOUND, CONNECTED, LISTENING, Diag, door_facts
+from ._diag import BOUND, CONNECTED, LISTENING, Diag, door_facts, shows_listeners
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ __all__ = ["ProcDiag", "Watch"]
 _V4 = b"\x7f\0\0\1"
 _V6 = bytes(15) + b"\1"
 
-# A dump of listeners costs 30 us with few of them and grows with their number; it may take this
-# share of the time.
-_DUMP_SHARE = 0.02
+# A dump of listeners costs 30 us with few of them and grows with their number. It may take this
+# share of the time; more where it is all there is (/proc/net: 10 ms and more).
+_DUMP_SHARE, _PROC_SHARE = 0.02, 0.25
 
 
 class ProcDiag:
@@ -89,7 +89,7 @@ def facts() -> tuple[str, bool]:
         The fact of the door that does not hold here (empty: all do), and whether sock_diag answers.
     """
     if not _facts:
-        _facts.append(door_facts())
+        _facts.append((door_facts(), shows_listeners()))
     return _facts[0]
 
 
@@ -167,7 +167,8 @@ class Watch:
             return False
         found = any(self._listeners(port, port, protocol))
         after = time.monotonic()
-        self._next_dump = after + (after - before) / _DUMP_SHARE
+        share = _DUMP_SHARE if isinstance(self._asker, Diag) else _PROC_SHARE
+        self._next_dump = after + (after - before) / share
         return found
 
     def _listeners(self, first: int, last: int, protocol: str) -> list[tuple[int, Socket]]:
