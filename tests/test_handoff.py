@@ -111,7 +111,7 @@ asyncio.run(main())
 
 def test_http_server_comes_up_on_a_held_port_and_answers(block: PortBlock) -> None:
     command = [sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"]
-    with block.spawn(command, stdout=DEVNULL, stderr=DEVNULL) as child:
+    with block.spawn(command, stdout=DEVNULL, stderr=DEVNULL, handoff="door") as child:
         assert child.mode == "door"
         assert child.listened_after is not None
         assert child.poll() is None
@@ -124,7 +124,7 @@ def test_http_server_comes_up_on_a_held_port_and_answers(block: PortBlock) -> No
 
 
 def test_asyncio_comes_up_on_a_held_port(block: PortBlock) -> None:
-    with block.spawn([sys.executable, "-c", ASYNCIO, "{port}"]):
+    with block.spawn([sys.executable, "-c", ASYNCIO, "{port}"], handoff="door"):
         assert asked(block.first) == 1
 
 
@@ -137,7 +137,7 @@ def test_uvicorn_comes_up_on_a_held_port(block: PortBlock, tmp_path: Path) -> No
     )
     command = [sys.executable, "-m", "uvicorn", "--lifespan", "off", "--port", "{port}", "app:app"]
     with (
-        block.spawn(command, cwd=tmp_path, stdout=DEVNULL, stderr=DEVNULL) as child,
+        block.spawn(command, cwd=tmp_path, stdout=DEVNULL, stderr=DEVNULL, handoff="door") as child,
         socket.create_connection(("127.0.0.1", block.first)) as client,
     ):
         client.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -147,7 +147,7 @@ def test_uvicorn_comes_up_on_a_held_port(block: PortBlock, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["server", "worker", "thread", "closes_streams"])
 def test_whoever_of_the_program_listens_is_known(block: PortBlock, name: str) -> None:
-    with block.spawn(program(name, "{port}")) as child:
+    with block.spawn(program(name, "{port}"), handoff="door") as child:
         pid = asked(block.first)
         assert (pid == child.pid) == (name != "worker")
         assert not door_is_open(block)
@@ -158,7 +158,7 @@ def test_whoever_of_the_program_listens_is_known(block: PortBlock, name: str) ->
 def test_a_program_that_becomes_a_daemon_is_waited_for_and_ended(
     block: PortBlock, name: str
 ) -> None:
-    with block.spawn(program(name, "{port}")) as child:
+    with block.spawn(program(name, "{port}"), handoff="door") as child:
         pid = asked(block.first)
         assert pid != child.pid
         assert child.poll() == 0
@@ -171,14 +171,14 @@ def test_a_program_that_becomes_a_daemon_is_waited_for_and_ended(
     [("server", "127.0.0.1"), ("server", "127.0.0.2"), ("server6", "::1"), ("server6", "::")],
 )
 def test_any_address_of_a_wildcard_hold_counts(block: PortBlock, name: str, address: str) -> None:
-    with block.spawn(program(name, "{port}", address)) as child:
+    with block.spawn(program(name, "{port}", address), handoff="door") as child:
         assert asked(block.first, "::1" if address == "::" else address) == child.pid
 
 
 def test_a_hold_of_one_address_is_handed_over() -> None:
     with (
         fastports.allocate(1, host="127.0.0.3") as block,
-        block.spawn(program("server", "{port}", "{host}")) as child,
+        block.spawn(program("server", "{port}", "{host}"), handoff="door") as child,
     ):
         assert asked(block.first, "127.0.0.3") == child.pid
 
@@ -201,7 +201,7 @@ def test_udp_counts_as_listening_once_it_is_bound(protocol: str, handoff: str) -
 
 def test_a_child_crashes_and_is_restarted_behind_the_hold(block: PortBlock) -> None:
     for _ in range(3):
-        with block.spawn(program("server", "{port}")) as child:
+        with block.spawn(program("server", "{port}"), handoff="door") as child:
             assert asked(block.first) == child.pid  # leaves a TIME_WAIT on the server's side
             child.kill()
             assert child.wait(10) == -signal.SIGKILL
@@ -240,7 +240,9 @@ def test_the_child_finds_no_copy_of_a_hold_in_close_mode(block: PortBlock) -> No
 
 
 def said(block: PortBlock, *arguments: str, env: dict[str, str] | None = None) -> list[str]:
-    with block.spawn(program("says", *arguments), wait=None, stdout=PIPE, env=env) as child:
+    with block.spawn(
+        program("says", *arguments), wait=None, stdout=PIPE, env=env, handoff="door"
+    ) as child:
         out, _ = child.communicate(timeout=20)
     assert out is not None
     return out.decode().splitlines()
@@ -288,8 +290,8 @@ def test_a_child_inherits_no_held_port_and_no_other_descriptor(block: PortBlock)
         os.set_inheritable(other.fileno(), True)
         with block.spawn(
             program("server", "{port}"),
-            pass_fds=[other.fileno()], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
-        ) as child:  # fmt: skip
+            pass_fds=[other.fileno()],
+            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, handoff="door",
             links = {
                 int(fd): os.readlink(f"/proc/{child.pid}/fd/{fd}")
                 for fd in os.listdir(f"/proc/{child.pid}/fd")
@@ -316,15 +318,21 @@ def test_c30_a_grandchild_that_inherits_everything_does_not_keep_the_port() -> N
 def test_streams_go_where_they_are_sent(block: PortBlock, tmp_path: Path) -> None:
     with (
         (tmp_path / "out").open("wb") as file,
-        block.spawn(program("echo"), wait=None, stdin=PIPE, stdout=file, stderr=STDOUT) as child,
+        block.spawn(
+            program("echo"), wait=None, stdin=PIPE, stdout=file, stderr=STDOUT, handoff="door"
+        ) as child,
     ):
         assert child.communicate(b"abc", timeout=20) == (None, None)
         assert child.returncode == 0
     assert sorted((tmp_path / "out").read_bytes()) == sorted(b"ABC3")
-    with block.spawn(program("echo"), wait=None, stdin=PIPE, stdout=PIPE, stderr=PIPE) as child:
+    with block.spawn(
+        program("echo"), wait=None, stdin=PIPE, stdout=PIPE, stderr=PIPE, handoff="door"
+    ) as child:
         big = b"x" * 3_000_000
         assert child.communicate(big, timeout=20) == (big.upper(), b"3000000")
-    with block.spawn(program("echo"), wait=None, stdin=DEVNULL, stdout=PIPE) as child:
+    with block.spawn(
+        program("echo"), wait=None, stdin=DEVNULL, stdout=PIPE, handoff="door"
+    ) as child:
         assert child.communicate(timeout=20) == (b"", None)
 
 
@@ -332,7 +340,7 @@ def test_a_server_that_talks_before_it_listens_is_not_stuck_on_its_pipe(block: P
     code = "import os, sys; os.write(2, b'x' * 500_000)\n"
     command = program("server", "{port}")
     command[4] = code + command[4]
-    with block.spawn(command, stderr=PIPE) as child:
+    with block.spawn(command, stderr=PIPE, handoff="door") as child:
         assert child.stderr is not None
         assert child.stderr.read(500_000) == b"x" * 500_000
 
@@ -341,25 +349,27 @@ def test_a_server_that_talks_before_it_listens_is_not_stuck_on_its_pipe(block: P
 
 
 def test_the_named_ports_are_waited_for_and_others_are_not(four: PortBlock) -> None:
-    with four.spawn(program("several", "{port0}", "{port2}")) as child:
+    with four.spawn(program("several", "{port0}", "{port2}"), handoff="door") as child:
         assert list(child.ports) == [four[0], four[2]]
-    with four.spawn(program("several", "{last}", str(four[1])), wait=[four[1]]) as child:
+    with four.spawn(
+        program("several", "{last}", str(four[1])), wait=[four[1]], handoff="door"
+    ) as child:
         assert list(child.ports) == [four[1]]
     with pytest.raises(HandoffError) as failed:
-        four.spawn(program("several", str(four[0]), str(four[1])), timeout=0.3)
+        four.spawn(program("several", str(four[0]), str(four[1])), timeout=0.3, handoff="door")
     assert failed.value.port == four[2]
     assert "1 more" in str(failed.value)
 
 
 def test_without_waiting_the_door_stays_open_until_it_listens_or_ends(block: PortBlock) -> None:
-    with block.spawn(program("late", "{port}", "0.2"), wait=None) as child:
+    with block.spawn(program("late", "{port}", "0.2"), wait=None, handoff="door") as child:
         assert door_is_open(block)
         assert child.listened_after is None
         assert child.wait_listening() is child
         assert not door_is_open(block)
         assert child.listened_after is not None
         assert child.listened_after > 0.2
-    with block.spawn(program("never"), wait=None) as child:
+    with block.spawn(program("never"), wait=None, handoff="door") as child:
         assert door_is_open(block)
         child.kill()
         child.wait(10)
@@ -368,8 +378,8 @@ def test_without_waiting_the_door_stays_open_until_it_listens_or_ends(block: Por
 
 def test_one_childs_end_does_not_close_the_door_before_another(four: PortBlock) -> None:
     with (
-        four.spawn(program("never"), wait=None) as first,
-        four.spawn(program("late", "{port}", "0.2"), wait=None) as second,
+        four.spawn(program("never"), wait=None, handoff="door") as first,
+        four.spawn(program("late", "{port}", "0.2"), wait=None, handoff="door") as second,
     ):
         first.stop()
         assert door_is_open(four)
@@ -378,9 +388,9 @@ def test_one_childs_end_does_not_close_the_door_before_another(four: PortBlock) 
 
 
 def test_a_child_that_is_already_dead_is_not_taken_for_its_successor(block: PortBlock) -> None:
-    with block.spawn(program("daemon", "{port}")):
+    with block.spawn(program("daemon", "{port}"), handoff="door"):
         with pytest.raises(HandoffError) as failed:
-            block.spawn(program("never"), wait=[block.first])
+            block.spawn(program("never"), wait=[block.first], handoff="door")
         assert failed.value.inode
 
 
@@ -389,7 +399,7 @@ def test_a_child_that_is_already_dead_is_not_taken_for_its_successor(block: Port
 
 def test_an_early_exit_tells_status_time_and_last_words(block: PortBlock, tmp_path: Path) -> None:
     with pytest.raises(HandoffError) as failed:
-        block.spawn(program("fails"), stderr=PIPE)
+        block.spawn(program("fails"), stderr=PIPE, handoff="door")
     error = failed.value
     assert (error.returncode, error.port, error.mode) == (3, block.first, "door")
     assert error.stderr == "first\nboom at last"
@@ -398,14 +408,14 @@ def test_an_early_exit_tells_status_time_and_last_words(block: PortBlock, tmp_pa
     assert "boom at last" in str(error)
     (tmp_path / "log").write_text("of an earlier run\n")
     with (tmp_path / "log").open("a") as log, pytest.raises(HandoffError) as failed:
-        block.spawn(program("fails"), stderr=log)
+        block.spawn(program("fails"), stderr=log, handoff="door")
     assert failed.value.stderr == "first\nboom at last"
     assert not door_is_open(block)
 
 
 def test_a_child_killed_by_a_signal_is_told_as_such(block: PortBlock) -> None:
     with pytest.raises(HandoffError, match="signal 9") as failed:
-        block.spawn(["/bin/sh", "-c", "kill -9 $$"])
+        block.spawn(["/bin/sh", "-c", "kill -9 $$"], handoff="door")
     assert failed.value.returncode == -9
 
 
@@ -417,7 +427,7 @@ def test_a_plain_binder_at_an_open_door_gets_the_name_of_the_mode_to_use(block: 
 
 def test_a_timeout_ends_the_whole_family(block: PortBlock, unique: str) -> None:
     with pytest.raises(HandoffError) as failed:
-        block.spawn(program("tree", unique), timeout=0.5, grace=0.2)
+        block.spawn(program("tree", unique), timeout=0.5, grace=0.2, handoff="door")
     assert failed.value.port == block.first
     assert failed.value.elapsed >= 0.5
     assert not relatives(unique)
@@ -446,7 +456,7 @@ def test_ctrl_c_while_waiting_ends_the_whole_family(block: PortBlock, unique: st
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            block.spawn(program("tree", unique), grace=0.2)
+            block.spawn(program("tree", unique), grace=0.2, handoff="door")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -478,7 +488,7 @@ def test_a_missing_program_is_told_as_by_popen_and_the_block_stays_held(
 
 def test_a_missing_directory_is_told_as_by_popen(block: PortBlock) -> None:
     with pytest.raises(FileNotFoundError, match="/nonexistent"):
-        block.spawn(["/bin/true"], cwd="/nonexistent")
+        block.spawn(["/bin/true"], cwd="/nonexistent", handoff="door")
     assert not door_is_open(block)
 
 
@@ -487,7 +497,7 @@ def test_the_path_of_the_childs_environment_is_searched(block: PortBlock, tmp_pa
     script.write_text("#!/bin/sh\necho found\n")
     script.chmod(0o755)
     env = {"PATH": f"/nonexistent:{tmp_path}"}
-    with block.spawn(["mine"], wait=None, stdout=PIPE, env=env) as child:
+    with block.spawn(["mine"], wait=None, stdout=PIPE, env=env, handoff="door") as child:
         assert child.communicate(timeout=20)[0] == b"found\n"
 
 
@@ -552,7 +562,7 @@ def test_a_released_block_and_a_forked_launcher_are_refused(block: PortBlock) ->
     pid = os.fork()
     if pid == 0:
         try:
-            block.spawn(["/bin/true"])
+            block.spawn(["/bin/true"], handoff="door")
         except NotOwner:
             os._exit(42)
         finally:
@@ -560,7 +570,7 @@ def test_a_released_block_and_a_forked_launcher_are_refused(block: PortBlock) ->
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     block.release()
     with pytest.raises(fastports.BlockReleased):
-        block.spawn(["/bin/true"])
+        block.spawn(["/bin/true"], handoff="door")
 
 
 # --- strangers ------------------------------------------------------------------------------------
@@ -573,7 +583,7 @@ def test_a_stranger_who_entered_through_the_open_door_is_told(block: PortBlock) 
         stranger.bind(("", block.first))
         stranger.listen()
         with pytest.raises(HandoffError) as failed:
-            block.spawn(program("never"))
+            block.spawn(program("never"), handoff="door")
         assert failed.value.port == block.first
         assert failed.value.inode == os.fstat(stranger.fileno()).st_ino
         assert f"process {os.getpid()}" in str(failed.value)
@@ -586,7 +596,7 @@ def test_a_stranger_on_another_address_of_the_port_is_told(block: PortBlock) -> 
         stranger.bind(("127.0.0.9", block.first))
         stranger.listen()
         with pytest.raises(HandoffError) as failed:
-            block.spawn(program("server", "{port}", "127.0.0.1"))
+            block.spawn(program("server", "{port}", "127.0.0.1"), handoff="door")
         assert failed.value.inode == os.fstat(stranger.fileno()).st_ino
 
 
@@ -594,7 +604,7 @@ def test_a_stranger_on_another_address_of_the_port_is_told(block: PortBlock) -> 
 
 
 def test_a_child_quacks_like_popen(block: PortBlock) -> None:
-    with block.spawn(program("server", "{port}")) as child:
+    with block.spawn(program("server", "{port}"), handoff="door") as child:
         assert child.args[-1] == str(block.first)
         assert isinstance(child.pid, int)
         assert (child.stdin, child.stdout, child.stderr) == (None, None, None)
@@ -611,17 +621,17 @@ def test_a_child_quacks_like_popen(block: PortBlock) -> None:
 
 
 def test_term_is_given_its_grace_and_kill_follows(block: PortBlock) -> None:
-    with block.spawn(program("graceful", "{port}"), stdout=PIPE) as child:
+    with block.spawn(program("graceful", "{port}"), stdout=PIPE, handoff="door") as child:
         assert child.stdout is not None
         assert child.stop() == 5
         assert child.stdout.read() == b"bye\n"
         assert child.stop() == 5
-    with block.spawn(program("stubborn", "{port}"), grace=0.1) as child:
+    with block.spawn(program("stubborn", "{port}"), grace=0.1, handoff="door") as child:
         assert child.stop() == -signal.SIGKILL
 
 
 def test_a_stopped_child_is_ended_too(block: PortBlock) -> None:
-    with block.spawn(program("server", "{port}")) as child:
+    with block.spawn(program("server", "{port}"), handoff="door") as child:
         os.kill(child.pid, signal.SIGSTOP)
         assert child.stop() == -signal.SIGTERM
 
@@ -631,7 +641,9 @@ def test_the_family_ends_in_every_kind_of_group(
     block: PortBlock, unique: str, options: dict[str, bool]
 ) -> None:
     command = program("tree", unique)
-    with block.spawn(command, wait=None, stdout=PIPE, grace=0.2, **options) as child:
+    with block.spawn(
+        command, wait=None, stdout=PIPE, grace=0.2, **options, handoff="door"
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"planted\n"
         shares = os.getpgid(child.pid) == os.getpgid(0)
@@ -641,7 +653,7 @@ def test_the_family_ends_in_every_kind_of_group(
 
 
 def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> None:
-    with block.spawn(program("server", "{port}")) as child:
+    with block.spawn(program("server", "{port}"), handoff="door") as child:
         pid = os.fork()
         if pid == 0:
             refused = 0
@@ -660,7 +672,7 @@ def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> Non
 def test_a_child_that_nobody_keeps_runs_on_with_its_block() -> None:
     def forget() -> int:
         block = fastports.allocate(1)
-        block.spawn(program("server", "{port}"))
+        block.spawn(program("server", "{port}"), handoff="door")
         return block.first
 
     port = forget()
@@ -679,7 +691,7 @@ def test_a_child_that_nobody_keeps_runs_on_with_its_block() -> None:
 def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock) -> None:
     children: list[Child] = []
     thread = threading.Thread(
-        target=lambda: children.append(block.spawn(program("server", "{port}")))
+        target=lambda: children.append(block.spawn(program("server", "{port}"), handoff="door"))
     )
     thread.start()
     task = f"/proc/self/task/{thread.native_id}"
@@ -725,7 +737,7 @@ time.sleep(100)
 def test_a_launcher_that_exits_ends_its_children_in_order(name: str) -> None:
     code = """
 block = fastports.allocate(1)
-block.spawn(program(sys.argv[1], "{port}"))
+block.spawn(program(sys.argv[1], "{port}"), handoff="door")
 print(block.first, flush=True)
 """
     with launcher(code, name) as process:
@@ -740,7 +752,7 @@ def test_every_thread_of_the_launcher_may_spawn_at_once() -> None:
     def work() -> None:
         with (
             fastports.allocate(1) as mine,
-            mine.spawn(program("server", "{port}")) as child,
+            mine.spawn(program("server", "{port}"), handoff="door") as child,
         ):
             answers.append(asked(mine.first) == child.pid)
 
@@ -782,6 +794,8 @@ assert libc.prctl(22, 2, ctypes.create_string_buffer(fprog), 0, 0) == 0
 def test_where_the_door_does_not_work_the_hand_off_is_close_and_says_so_once() -> None:
     # setsockopt(.., SO_REUSEADDR, ..) is refused: no door can be opened
     code = refusing({"x86_64": 54, "aarch64": 208}, 1, second=1, third=2)
+    # seccomp(2) too: nothing that stands on filters
+    code += refusing({"x86_64": 317, "aarch64": 277}, 38)
     told = output(
         code
         + """
@@ -826,7 +840,7 @@ try:
 except OSError as error:
     print(error.errno)
 with fastports.allocate(1, protocol=sys.argv[1]) as block:
-    with block.spawn(program(sys.argv[2], "{port}")) as child:
+    with block.spawn(program(sys.argv[2], "{port}"), handoff="door") as child:
         print(child.mode, child.listened_after is not None)
     block.open_door()
     import socket
@@ -836,7 +850,7 @@ with fastports.allocate(1, protocol=sys.argv[1]) as block:
             stranger.bind(("", block.first))
             stranger.listen()
             try:
-                block.spawn(program("never"))
+                block.spawn(program("never"), handoff="door")
             except fastports.HandoffError as error:
                 print(error.inode == os.fstat(stranger.fileno()).st_ino)
 """,
@@ -859,7 +873,9 @@ def test_a_full_descriptor_table_leaves_no_child_and_no_open_door(block: PortBlo
                 opened.append(os.dup(0))
         for free in range(9):  # fails at every step there is, then not any more
             try:
-                with block.spawn(program("server", "{port}"), stdin=PIPE, stderr=PIPE) as child:
+                with block.spawn(
+                    program("server", "{port}"), stdin=PIPE, stderr=PIPE, handoff="door"
+                ) as child:
                     assert child.poll() is None
             except OSError:
                 assert not door_is_open_without_descriptors(block)

@@ -58,7 +58,8 @@ from programs import program
 blocks = [fastports.allocate(1) for _ in range(5)]
 print(json.dumps([block.first for block in blocks]), flush=True)
 sys.stdin.readline()
-children = [block.spawn(program("late", "{port}", "3"), wait=None) for block in blocks]
+command = program("late", "{port}", "3")
+children = [block.spawn(command, wait=None, handoff="door") for block in blocks]
 for child in children:
     child.wait_listening(60)
 print("up", flush=True)
@@ -116,7 +117,7 @@ for block in blocks:
 def test_c19_every_connection_is_served_by_the_child() -> None:
     with (
         fastports.allocate(1) as block,
-        block.spawn(program("server", "{port}"), wait=None) as child,
+        block.spawn(program("server", "{port}"), wait=None, handoff="door") as child,
     ):
         child.wait_listening()
         block.open_door()  # as in the last instant before it is closed
@@ -135,7 +136,7 @@ def test_a_port_is_nobodys_between_two_runs_of_a_server_that_crashes() -> None:
         thief.start()
         try:
             for _ in range(5):
-                with block.spawn(program("server", "{port}")) as child:
+                with block.spawn(program("server", "{port}"), handoff="door") as child:
                     child.kill()
                     child.wait(10)
         finally:
