@@ -291,7 +291,11 @@ def test_a_child_inherits_no_held_port_and_no_other_descriptor(block: PortBlock)
         with block.spawn(
             program("server", "{port}"),
             pass_fds=[other.fileno()],
-            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, handoff="door",
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+            handoff="door",
+        ) as child:
             links = {
                 int(fd): os.readlink(f"/proc/{child.pid}/fd/{fd}")
                 for fd in os.listdir(f"/proc/{child.pid}/fd")
