@@ -234,7 +234,7 @@ def decode(raw: bytes) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-class Reader:
+class EntryReader:
     """Makes entries out of what other programs wrote, none of which is trusted.
 
     ``alive`` is only told for processes of this boot and this pid namespace.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..errors import LeaseLost
     from ..registry import Recordable
-    from .watch import Listing
+    from .watch import Changes, Listing
 
 # What a fork left behind: another process's channels. Closing them here would talk over its
 # sockets, and so would their finalizers.
@@ -407,6 +407,24 @@ class EtcdRegistry:
         from .watch import Listing
 
         return Listing(self, *self._scope(range, host, namespace), timeout=timeout)
+
+    def watch(
+        self, *, range: object = None, host: str | None = None, namespace: str | None = None
+    ) -> Changes:
+        """What is claimed and released from now on, after what stands now.
+
+        Parameters as for :meth:`entries`.
+
+        Returns
+        -------
+        iterator of Change
+            First one ``"recorded"`` for each entry that stands, then every change. It goes on
+            over lost connections, and over compactions by reading again: no change is told twice,
+            and the last state is always told. Ends when closed (``close()``, or ``with``).
+        """
+        from .watch import Changes
+
+        return Changes(self, *self._scope(range, host, namespace))
 
     def _scope(
         self, ports: object, host: str | None, namespace: str | None
