@@ -39,6 +39,7 @@ _METHODS = {
     # end of the stream on the wire, and needs no thread that feeds an iterator.
     "keepalive": ("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse"),
     "time_to_live": ("Lease/LeaseTimeToLive", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse"),
+    "alarm": ("Maintenance/Alarm", "AlarmRequest", "AlarmResponse"),
     "status": ("Maintenance/Status", "StatusRequest", "StatusResponse"),
     "authenticate": ("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse"),
 }
@@ -509,6 +510,20 @@ class Connection:
             raise self._late(links[self._current])
         self._current = (self._current + 1) % count
         raise error
+
+    def ask_one(self, link: Link, name: str, request: Any, call: Call) -> Any:
+        """One call to one endpoint and no other."""
+        try:
+            return self._runner.run(
+                lambda seconds: link.methods[name](
+                    request, timeout=seconds, metadata=self._metadata
+                ),
+                max(0.0, call.remaining),
+            )
+        except Late:
+            raise self._late(link) from None
+        except self._rpc_error as exc:
+            raise translate(exc, link) from exc
 
     def _late(self, link: Link | None) -> RegistryError:
         where = link.endpoint if link is not None else self._where()
