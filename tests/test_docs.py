@@ -1,0 +1,53 @@
+"""Every program in these pages runs, prints what the page says, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("tutorial", "migration", "explanation", "faq", "portserver")
+BLOCK = re.compile(
+    r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def examples() -> list[object]:
+    found: list[object] = []
+    for page in PAGES:
+        text = (DOCS / f"{page}.md").read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(pytest.param(match["source"], match["output"], id=f"{page}-line-{line}"))
+    return found
+
+
+def normal(text: str) -> str:
+    """What stays the same from run to run: every number of five digits is a port."""
+    return re.sub(r"\b\d{5}\b", "#####", text).strip()
+
+
+@pytest.mark.parametrize(("source", "output"), examples())
+def test_a_program_prints_what_its_page_says(
+    source: str, output: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(source)
+    environment = {key: text for key, text in os.environ.items() if key != "PORTSERVER_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert normal(done.stdout) == normal(output or "")
