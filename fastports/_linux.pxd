@@ -167,7 +167,7 @@ cdef extern from "<sched.h>" nogil:
 
 
 cdef extern from "<sys/wait.h>" nogil:
-    int WNOHANG, WNOWAIT, WEXITED, P_PID
+    int WNOHANG, WNOWAIT, WEXITED, P_ALL, P_PID
     ctypedef struct siginfo_t:
         pid_t si_pid
     pid_t waitpid(pid_t pid, int* status, int options)
@@ -178,7 +178,7 @@ cdef extern from "<sys/wait.h>" nogil:
 
 
 cdef extern from "<sys/prctl.h>" nogil:
-    int PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS
+    int PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
     int prctl(int option, ...)
 
 

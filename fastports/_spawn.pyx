@@ -703,6 +703,26 @@ cdef c.timespec seconds(double span) noexcept nogil:
     return result
 
 
+def adopt_orphans():
+    """Have descendants whose own parent ends become children of this process, as of pid 1: prctl(2)."""
+    c.prctl(c.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def adopts_orphans():
+    """Whether descendants whose own parent ends become children of this process."""
+    cdef int adopts = c.getpid() == 1
+    if not adopts:
+        c.prctl(c.PR_GET_CHILD_SUBREAPER, &adopts, 0, 0, 0)
+    return adopts != 0
+
+
+def childless():
+    """Whether this process has no child at all, not even one to be reaped."""
+    cdef c.siginfo_t info
+    cdef int got = c.waitid(c.P_ALL, 0, &info, c.WEXITED | c.WNOWAIT | c.WNOHANG)
+    return got < 0 and errno == c.ECHILD
+
+
 def start(
     list programs not None,
     list argv not None,

@@ -11,6 +11,8 @@ import os
 import time
 from _signal import pidfd_send_signal  # type: ignore[import-not-found]  # signal costs 2 ms
 
+from ._spawn import adopts_orphans, childless
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -143,6 +145,7 @@ class Family:
         self.leads = leads
         self.scattered = True  # until the child alone is known to have what was asked for
         self._mark = b"\0" + TOKEN + b"=" + token + b"\0"
+        self._adopted = adopts_orphans()
         leader = look_at(pid)
         self.start = leader.start if leader is not None else 0
 
@@ -152,6 +155,10 @@ class Family:
         A walk through /proc misses a process that is made in its course by one that ends in its
         course, as daemons come about. Nobody is there only if several walks say so.
         """
+        # Orphans have come to this process since before the child was made: without a child of any
+        # kind there is no descendant, and 15 us for each process of the machine are saved.
+        if self._adopted and childless():
+            return []
         living = self._walk()
         for _ in range(_WALKS - 1):
             if living:
