@@ -28,6 +28,8 @@ extensions = [
     )
     for path in sorted(glob("fastports/*.pyx"))
 ]
+if not extensions:  # an sdist without them would become a wheel that cannot be imported
+    raise SystemExit("fastports/*.pyx are missing from these sources; see MANIFEST.in")
 directives = {"boundscheck": debug, "wraparound": False}
 directives |= {"auto_pickle": False, "autotestdict": False}  # nothing here can be pickled
 setup(
