@@ -158,7 +158,36 @@ sock = zmq.Context().socket(zmq.ROUTER)
 sock.bind(f"tcp://*:{sys.argv[1]}")
 time.sleep(600)
 """
+GO = r"""
+package main
+
+import (
+    "net"
+    "os"
+)
+
+func main() {
+    for i := 0; i < 2; i++ { // the runtime preempts these by SIGURG, also while others bind
+        go func() {
+            for {
+            }
+        }()
+    }
+    listener, err := net.Listen("tcp", ":"+os.Args[1])
+    if err != nil {
+        os.Exit(1)
+    }
+    for {
+        peer, err := listener.Accept()
+        if err == nil {
+            peer.Write([]byte("HTTP/1.0 200 go\r\n\r\n"))
+            peer.Close()
+        }
+    }
+}
+"""
 FILES = {
+    "main.go": GO,
     "asgi.py": """
 async def app(scope, receive, send):
     if scope["type"] != "http":
@@ -216,6 +245,7 @@ SERVERS: dict[str, tuple[str | None, list[str], bool]] = {
         True,
     ),
     "grpcio": ("grpc", [PYTHON, "with_grpcio.py", "{port}"], True),
+    "go": ("bin:go", ["./server-in-go", "{port}"], False),
     "node": ("bin:node", ["node", "-e", NODE, "{port}"], False),
 }
 
@@ -280,6 +310,10 @@ def test_c01_nobody_else_enters_the_port_of_a_server_that_starts_under_attack(
     need, command, shares = SERVERS[name]
     if missing(need):
         pytest.skip(f"{need} is not installed")
+    if name == "go":
+        settings = {"GOCACHE": str(place), "CGO_ENABLED": "0"}
+        build = ["go", "build", "-o", "server-in-go", "main.go"]
+        subprocess.run(build, cwd=place, check=True, env={**os.environ, **settings})
     held = hold()
     port = port_of(held)
     block = launch.block(held)
