@@ -41,6 +41,10 @@ from .host import entries
 from .ranges import PortRange
 from .registry import Entry
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .activation import adopt
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "RegistryError",
     "RegistryTimeout",
     "RegistryUnavailable",
+    "adopt",
     "allocate",
     "allocate_many",
     "entries",
@@ -77,3 +82,11 @@ allocate = _default.allocate
 reserve = _default.reserve
 allocate_many = _default.allocate_many
 probe = _default.probe
+
+
+def __getattr__(name: str) -> object:
+    if name == "adopt":  # half of it is needed by no launcher
+        from .activation import adopt
+
+        return adopt
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -649,22 +649,6 @@ cdef int beside(
     return result
 
 
-cdef bint purge(const sockaddr_storage *raw, int size) noexcept nogil:
-    """Bind and close a socket of ours while the doors are open.
-
-    A stranger that got a socket with SO_REUSEADDR and SO_REUSEPORT bound in the moment the door was
-    open has marked the port's bucket in the kernel: others like it then pass without a look at the
-    hold. The next socket that binds or listens without SO_REUSEPORT takes the mark away.
-    """
-    cdef int spare = socket(raw.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0)
-    cdef bint done = False
-    if spare >= 0:
-        set_option(spare, SO_REUSEADDR, 1)
-        done = bind(spare, <const sockaddr *>raw, <socklen_t>size) == 0
-        close(spare)
-    return done
-
-
 cdef int through(
     State *st, fp_notif *call, int sock, const sockaddr_storage *raw, int size, Held **covering, int n
 ) noexcept nogil:
@@ -672,7 +656,8 @@ cdef int through(
 
     SO_REUSEADDR, not SO_REUSEPORT: the port's bucket in the kernel remembers the latter, and lets
     others of the same user in later. It must be on both sockets, at listen(2) too, which looks for
-    rivals again.
+    rivals again. A stranger that sets both in the moment of a bind leaves such a mark; the child's
+    listen, which does not set SO_REUSEPORT, takes it away.
     """
     cdef int result = 0
     cdef int tries
@@ -685,8 +670,6 @@ cdef int through(
         since = now()
         for i in range(n):
             set_option(covering[i].fd, SO_REUSEADDR, 1)
-        if tries:
-            purge(raw, size)
         result = make_call(call, sock, raw, size)
         for i in range(n):
             if covering[i].opens == 0:

@@ -38,4 +38,5 @@ def start(
     filter: bytes | None = None,
     filter_flags: int = 0,
     filter_to: int = -1,
+    listen_pid: bool = False,
 ) -> Process: ...

@@ -16,7 +16,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset, strerror
+from libc.string cimport memcpy, memset, strerror
 
 from fastports cimport _linux as c
 
@@ -68,6 +68,8 @@ cdef struct Order:
     char** programs
     char** argv
     char** envp
+    char pid_variable[32]  # "LISTEN_PID=...", written by the child
+    bint tells_pid
     const char* cwd
     int* source
     int* target
@@ -234,6 +236,22 @@ cdef void hand_over_filter(Order* order) noexcept nogil:
     c.close(order.filter_to)
 
 
+cdef void write_pid(Order* order) noexcept nogil:
+    """``LISTEN_PID=`` and the child's own pid, which only it knows (sd_listen_fds(3))."""
+    cdef char digits[12]
+    cdef int count = 0
+    cdef int at
+    cdef c.pid_t pid = c.getpid()
+    while pid > 0:
+        digits[count] = c'0' + pid % 10
+        pid //= 10
+        count += 1
+    memcpy(order.pid_variable, <const char*>b"LISTEN_PID=", 11)
+    for at in range(count):
+        order.pid_variable[11 + at] = digits[count - 1 - at]
+    order.pid_variable[11 + count] = 0
+
+
 cdef bint orphaned(Order* order) noexcept nogil:
     cdef c.pid_t parent = c.getppid()
     return parent != order.launcher and parent != 0  # 0: a pid namespace of its own
@@ -275,6 +293,9 @@ cdef int child(void* argument) noexcept nogil:
     order.stage = DIRECTORY
     if order.cwd != NULL and c.chdir(order.cwd) < 0:
         give_up(order, errno)
+
+    if order.tells_pid:
+        write_pid(order)
 
     order.stage = FILTER
     if order.filter.len:
@@ -737,6 +758,7 @@ def start(
     bytes filter=None,
     unsigned int filter_flags=0,
     int filter_to=-1,
+    bint listen_pid=False,
 ):
     """Start a program.
 
@@ -770,6 +792,8 @@ def start(
         SECCOMP_FILTER_FLAG_NEW_LISTENER its listener is sent as SCM_RIGHTS, with one zero byte, to
         ``filter_to``, a socket whose other end the launcher has; the child keeps no copy. A gated
         child has sent it when :func:`start` returns.
+    listen_pid
+        Add ``LISTEN_PID``, the child's pid, to its environment.
 
     Raises
     ------
@@ -787,7 +811,10 @@ def start(
     order.launcher = process.launcher
     order.programs = strings(programs)
     order.argv = strings(argv)
-    order.envp = strings(env)
+    order.envp = strings([*env, b""] if listen_pid else env)
+    if listen_pid:
+        order.tells_pid = True
+        order.envp[len(env)] = order.pid_variable
     if cwd is not None:
         if b"\0" in cwd:
             raise ValueError("embedded null byte")

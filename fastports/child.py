@@ -387,7 +387,7 @@ class Child:
 
         0 says that the next step may take milliseconds: it reads /proc.
         """
-        watch = Watch(self.block, self.ports)
+        watch = Watch(self.block, self.ports, passed=self.mode == "fd")
         try:
             while not watch.all_up():
                 if deadline is not None and time.monotonic() >= deadline:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     Text: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-__all__ = ["Command", "number"]
+__all__ = ["FIRST_DESCRIPTOR", "Command", "number"]
+
+#: Where the sockets are in a child that gets them: sd_listen_fds(3).
+FIRST_DESCRIPTOR = 3
 
 
 class Command:
@@ -46,6 +49,8 @@ class Command:
         env: Mapping[str, str] | Mapping[bytes, bytes] | None,
         cwd: Text | None,
         extra: Mapping[bytes, bytes],
+        *,
+        descriptors: int = 0,
     ) -> None:
         if isinstance(argv, (str, bytes, os.PathLike)):
             raise InvalidRequest(
@@ -54,7 +59,7 @@ class Command:
                 argument="argv",
                 value=argv,
             )
-        fill = _Placeholders(block)
+        fill = _Placeholders(block, descriptors)
         self.argv = [fill(_bytes(item, "argv"), "argv") for item in _items(argv)]
         if not self.argv or not self.argv[0]:
             raise InvalidRequest(
@@ -160,6 +165,11 @@ def _candidates(program: bytes, path: bytes | None) -> list[bytes]:
     return [os.path.join(directory, program) for directory in path.split(b":")]
 
 
+def _digits(text: bytes) -> int:
+    """The number that ``text`` spells, 0 for anything else; at most four digits are looked at."""
+    return int(text) if 0 < len(text) <= 4 and text.isdigit() else 0
+
+
 class _Placeholders:
     """Fills in ``{port}`` and its kin and remembers which ports were named.
 
@@ -167,8 +177,9 @@ class _Placeholders:
     because JSON is a common argument.
     """
 
-    def __init__(self, block: PortBlock) -> None:
+    def __init__(self, block: PortBlock, descriptors: int) -> None:
         self.block = block
+        self.descriptors = descriptors
         self.indices: set[int] = set()
         self.whole = False
 
@@ -196,6 +207,8 @@ class _Placeholders:
             return b",".join(b"%d" % port for port in block.ports)
         if name == b"host":
             return os.fsencode(block.host or "0.0.0.0")
+        if name == b"fd" or (name[:2] == b"fd" and name[2:] == b"%d" % _digits(name[2:])):
+            return b"%d" % self.descriptor(_digits(name[2:]), name.decode(), argument)
         index = name[4:]
         if name[:4] != b"port" or not index.isdigit() or (index[:1] == b"0" and index != b"0"):
             return None
@@ -209,6 +222,21 @@ class _Placeholders:
             )
         self.indices.add(int(index))
         return b"%d" % (block.first + int(index))
+
+    def descriptor(self, index: int, name: str, argument: str) -> int:
+        """The child's number for the held socket ``index``."""
+        if index < self.descriptors:
+            each = 2 if self.block.protocol == "both" else 1
+            self.indices.add(index // each)
+            return FIRST_DESCRIPTOR + index
+        if not self.descriptors:
+            why = "but no socket is passed. Pass handoff='fd'."
+        else:
+            why = (
+                f"but the sockets that are passed are {{fd0}} to {{fd{self.descriptors - 1}}}."
+                " Allocate more ports, or name one of these."
+            )
+        raise InvalidRequest(f"{argument} names {{{name}}}, {why}", argument=argument, value=name)
 
     def named(self) -> list[int]:
         if self.whole or not self.indices:

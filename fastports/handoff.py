@@ -13,7 +13,7 @@ from . import _spawn
 from ._spawn import Process, start
 from .brokered import BindDoor, Broker
 from .child import Child, sweep
-from .command import Command, number
+from .command import FIRST_DESCRIPTOR, Command, number
 from .errors import HandoffError, InvalidRequest
 from .family import TOKEN
 from .listening import facts
@@ -21,7 +21,7 @@ from .mode import Handover, Mode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any, Protocol, TypeAlias
 
     from .block import PortBlock
@@ -64,9 +64,11 @@ class _Launch:
         leash: int,
         *,
         exclusive: bool,
+        listen: bool,
     ) -> None:
         self.command = command
         self.exclusive = exclusive
+        self.listen = listen
         self._descriptors = descriptors
         self._group = group
         self._leash = leash
@@ -74,13 +76,14 @@ class _Launch:
     def __call__(self, **added: Any) -> Process:
         """Start the program; ``added`` are keyword arguments of :func:`fastports._spawn.start`."""
         command = self.command
+        descriptors = {**self._descriptors, **added.pop("descriptors", {})}
         try:
             return start(
                 command.programs,
                 command.argv,
                 command.env,
                 cwd=command.cwd,
-                descriptors=self._descriptors,
+                descriptors=descriptors,
                 group=self._group,
                 leash=self._leash,
                 **added,
@@ -138,6 +141,58 @@ class _Door(Mode):
             raise
 
 
+# Blocks whose sockets were passed to a child, by id: it, or we, may have made them listen.
+_passed: set[int] = set()
+
+
+class _Descriptors(Mode):
+    name = "fd"
+    hint = "it binds its port by itself; pass handoff='auto', or tell it to use descriptor {fd}."
+    in_auto = False
+
+    def why_not(self) -> str:
+        return ""
+
+    def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
+        fds = block.filenos()
+        _passed.add(id(block))
+        if launch.listen:
+            _each(block, lambda sock: sock.listen(_BACKLOG))
+        descriptors = {FIRST_DESCRIPTOR + index: fd for index, fd in enumerate(fds)}
+        return launch(descriptors=descriptors, listen_pid=True), Handover()
+
+
+_BACKLOG = 4096  # the kernel takes net.core.somaxconn if that is less
+
+
+def _each(block: PortBlock, act: Callable[[Any], None]) -> None:
+    """Do something to each TCP socket of a block."""
+    from _socket import SOCK_STREAM, socket  # what socket offers, without its 9 ms
+
+    for fd in block.filenos():
+        sock = socket(fileno=os.dup(fd))
+        try:
+            if sock.type == SOCK_STREAM:
+                act(sock)
+        finally:
+            sock.close()
+
+
+def _stop_listening(block: PortBlock) -> None:
+    """Make the holds holds again: a listening socket of ours would swallow the child's clients."""
+    if id(block) not in _passed:
+        return
+    _passed.discard(id(block))
+
+    def stop(sock: Any) -> None:
+        from _socket import SHUT_RD, SO_ACCEPTCONN, SOL_SOCKET
+
+        if sock.getsockopt(SOL_SOCKET, SO_ACCEPTCONN):
+            sock.shutdown(SHUT_RD)  # tcp_disconnect(): bound as before, and listening no more
+
+    _each(block, stop)
+
+
 class _Close(Mode):
     name = "close"
     hint = (
@@ -164,7 +219,13 @@ class _Close(Mode):
 
 
 # Strongest first.
-_MODES: tuple[Mode, ...] = (Broker(), BindDoor(), _Door(), _Close())
+_MODES: tuple[Mode, ...] = (
+    Broker(),
+    BindDoor(),
+    _Door(),
+    _Descriptors(),
+    _Close(),
+)
 _told: set[str] = set()
 
 
@@ -218,6 +279,8 @@ def _choose(handoff: str, block: PortBlock, command: Command, exclusive: bool) -
         return mode
     missed = []
     for mode in _MODES:
+        if not mode.in_auto:
+            continue
         why = mode.why_not()
         if not why and not mode.why_not_for(command):
             break
@@ -388,6 +451,7 @@ def spawn(
     new_session: bool = False,
     foreground: bool = False,
     exclusive: bool = False,
+    listen: bool = False,
     grace: float = 5.0,
 ) -> Child:
     """Start a program on the ports of a block and wait until it listens on them.
@@ -408,7 +472,13 @@ def spawn(
         ``"door"``: the program binds beside the hold, which admits sockets with SO_REUSEADDR until
         it listens. ``"close"``: the holds are closed just before the program is executed, for
         programs that bind plainly; markers keep every other user of fastports off.
-        ``"auto"``: the strongest that works here; see :func:`modes`.
+        ``"fd"``: the program gets the held sockets, as descriptors from 3 on in port order (tcp
+        before udp), with ``LISTEN_FDS``, ``LISTEN_PID`` and ``LISTEN_FDNAMES`` as systemd sets
+        them; ``{fd}``, ``{fd0}``, ``{fd1}``... are their numbers. ``LISTEN_PID`` is the pid of the
+        process that is started: a shell has to ``exec`` the server, or the server finds another
+        pid in it and takes no socket, as under systemd. What the program made listen stays so when
+        it ends, and clients wait for the next one, until the block is handed over in another mode.
+        ``"auto"``: the strongest of broker, bind-door and door that works here; see :func:`modes`.
     wait
         ``"listen"`` waits for the ports that ``argv`` and ``env`` name, or for all of the block if
         they name none, or ``{ports}`` or ``{last}``. A collection of port numbers waits for those.
@@ -431,6 +501,9 @@ def spawn(
     exclusive
         Take SO_REUSEPORT from the child's sockets, so that no other program of this user can join
         them; for a server that sets it although it needs one listener only. The broker's.
+    listen
+        In fd mode: have the sockets listen before the program starts, so that clients can connect
+        from now on and wait for it.
     grace
         Seconds between SIGTERM and SIGKILL wherever the child is ended.
 
@@ -485,11 +558,34 @@ def spawn(
     kept = _kept(pass_fds)
     token = os.urandom(8).hex().encode()
     ports = b",".join(b"%d" % port for port in block.ports)
-    command = Command(block, argv, env, cwd, {PORTS: ports, TOKEN: token})
+    variables = {PORTS: ports, TOKEN: token}
+    count = 0
+    if handoff == "fd":
+        count = len(block) * (2 if block.protocol == "both" else 1)
+        variables[b"LISTEN_FDS"] = b"%d" % count
+        variables[b"LISTEN_FDNAMES"] = b":".join([_name(block)] * count)
+        if any(fd < FIRST_DESCRIPTOR + count for fd in kept):
+            raise InvalidRequest(
+                f"pass_fds={sorted(kept)} collides with the sockets, which are descriptors"
+                f" {FIRST_DESCRIPTOR} to {FIRST_DESCRIPTOR + count - 1} of the child. Pass higher"
+                " ones.",
+                argument="pass_fds",
+                value=sorted(kept),
+            )
+    elif listen:
+        raise InvalidRequest(
+            f"listen=True is for sockets that are passed, not for handoff={handoff!r}. Pass"
+            " handoff='fd'.",
+            argument="listen",
+            value=listen,
+        )
+    command = Command(block, argv, env, cwd, variables, descriptors=count)
     wanted = _wanted(block, wait, command.named)
 
     block.filenos()  # a released block, or another process's, says so
     mode = _choose(handoff, block, command, exclusive)
+    if mode.name != "fd" and block.state != "closed":
+        _stop_listening(block)
     sweep()
     group = _spawn.OWN_SESSION if new_session else _spawn.OWN_GROUP
     if foreground:
@@ -502,6 +598,7 @@ def spawn(
         kept,
         group,
         exclusive=exclusive,
+        listen=listen,
         wanted=wanted,
         token=token,
         grace=grace,
@@ -520,6 +617,7 @@ def _start(
     group: int,
     *,
     exclusive: bool,
+    listen: bool,
     wanted: Sequence[int],
     token: bytes,
     grace: float,
@@ -533,7 +631,7 @@ def _start(
         if group != _spawn.SHARED:
             reader, leash = os.pipe2(os.O_CLOEXEC)
         descriptors = {**streams.descriptors, **kept}
-        launch = _Launch(command, descriptors, group, reader, exclusive=exclusive)
+        launch = _Launch(command, descriptors, group, reader, exclusive=exclusive, listen=listen)
         process, handover = mode.start(block, launch)
         child = Child(
             process,
@@ -584,6 +682,12 @@ class _Told(Handover):
         handover, self._handover = self._handover, None
         if handover is not None:
             handover.over()
+
+
+def _name(block: PortBlock) -> bytes:
+    """What the sockets are called in LISTEN_FDNAMES: printable ASCII without a colon."""
+    text = "".join(c if " " < c <= "~" and c != ":" else "_" for c in block.label)
+    return text[:255].encode() or b"fastports"
 
 
 def _kept(pass_fds: Iterable[int]) -> dict[int, int]:

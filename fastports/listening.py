@@ -102,9 +102,11 @@ class Watch:
         The block; its holds are told apart from other sockets.
     ports
         Those that have to be listened on.
+    passed
+        The child has the held sockets themselves: they count, too.
     """
 
-    def __init__(self, block: PortBlock, ports: Sequence[int]) -> None:
+    def __init__(self, block: PortBlock, ports: Sequence[int], *, passed: bool = False) -> None:
         self.block = block
         self.ports = ports
         self.protocols = ("tcp", "udp") if block.protocol == "both" else (block.protocol,)
@@ -118,6 +120,8 @@ class Watch:
             self._addresses = [address[1]]
         self._next_dump = 0.0
         self._asker = self._ask_whom(held)
+        if passed:
+            self._holds = set()
 
     def _ask_whom(self, held: Sequence[int]) -> Asker:
         if not facts()[1]:

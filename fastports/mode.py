@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         def command(self) -> Command: ...
         @property
         def exclusive(self) -> bool: ...
+        @property
+        def listen(self) -> bool: ...
         def __call__(self, **added: Any) -> Process: ...
         def explain(self, exc: OSError) -> OSError: ...
 
@@ -33,10 +35,13 @@ class Mode:
         What ``handoff=`` calls it.
     hint
         For a child that died of EADDRINUSE: what to do, as a sentence.
+    in_auto
+        Whether ``handoff="auto"`` may take it: it asks nothing of the program.
     """
 
     name = ""
     hint = ""
+    in_auto = True
 
     def why_not(self) -> str:
         """What keeps this mode from working here, in words; empty if it works."""

@@ -784,11 +784,13 @@ def child(say):
         os._exit(0)
     os._exit(0)
 launch.start(launch.block(held), child)
+never = int(sys.argv[5])
 if sys.argv[4] == "fork" and os.fork() == 0:
-    os.read(go, 1)  # a forked copy of the launcher lives on, and must not keep the listener
+    os.write(said, b"forked ")
+    os.read(never, 1)  # a forked copy of the launcher lives on, and must not keep the listener
     os._exit(0)
 os.write(said, b"launched ")
-os.read(int(sys.argv[5]), 1)
+os.read(never, 1)
 """
 
 
@@ -799,12 +801,12 @@ def test_a_daemon_that_outlives_its_launcher_gets_enosys_and_does_not_hang(how: 
     argv = [sys.executable, "-c", LAUNCHER_THAT_DIES, here, str(go[0]), str(said[1]), how]
     process = subprocess.Popen([*argv, str(never[0])], pass_fds=[go[0], said[1], never[0]])
     heard = b""
-    while heard.count(b" ") < 2:
+    while heard.count(b" ") < (3 if how == "fork" else 2):
         assert select.select([said[0]], [], [], 20)[0]
         heard += os.read(said[0], 100)
     process.kill()
     process.wait()
-    os.write(go[1], b"xx")
+    os.write(go[1], b"x")
     assert select.select([said[0]], [], [], 20)[0], "the bind hangs"
     assert int(os.read(said[0], 100)) == errno.ENOSYS
     for fd in (*go, *said, *never):
