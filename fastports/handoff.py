@@ -221,9 +221,9 @@ class _Close(Mode):
 # Strongest first.
 _MODES: tuple[Mode, ...] = (
     Broker(),
+    _Descriptors(),
     BindDoor(),
     _Door(),
-    _Descriptors(),
     _Close(),
 )
 _told: set[str] = set()

@@ -260,7 +260,7 @@ def test_placeholders_are_filled_in_and_other_braces_are_not(four: PortBlock) ->
         '{"port": {port}, "x": {}}': f'{{"port": {first}, "x": {{}}}}',
         "{": "{", "}": "}", "{}": "{}", "{{port}}": f"{{{first}}}", "{port": "{port",
         "{ port }": "{ port }", "{porto}": "{porto}", "{port01}": "{port01}",
-        "{port-1}": "{port-1}", "{Port}": "{Port}", "{fd}": "{fd}", "{port²}": "{port²}", "": "",
+        "{port-1}": "{port-1}", "{Port}": "{Port}", "{fdx}": "{fdx}", "{port²}": "{port²}", "": "",
     }  # fmt: skip
     shown, ports, _ = said(four, *expected)
     assert eval(shown) == list(expected.values())
