@@ -16,6 +16,7 @@ BLOCK = re.compile(
     r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```)?",
     re.MULTILINE | re.DOTALL,
 )
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> list[object]:
@@ -51,3 +52,19 @@ def test_a_program_prints_what_its_page_says(
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert normal(done.stdout) == normal(output or "")
+
+
+@pytest.mark.parametrize("session", CONSOLE.findall((DOCS / "tutorial.md").read_text()))
+def test_a_shell_session_prints_what_its_page_says(session: str, tmp_path: Path) -> None:
+    lines = session.splitlines()
+    done = subprocess.run(
+        ["bash", "-e", "-c", "\n".join(line[2:] for line in lines if line.startswith("$ "))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = "\n".join(line for line in lines if not line.startswith("$ "))
+    assert normal(done.stdout) == normal(expected)

@@ -21,7 +21,7 @@ import portpicker as original
 import pytest
 
 import fastports
-from fastports import portserver
+from fastports import cli, portserver
 from fastports.compat import portpicker
 from fastports.compat.picked import set_timeout
 
@@ -465,6 +465,12 @@ def test_sigusr1_logs_the_counts_under_portpickers_names() -> None:
         until(lambda: "total-allocations 1" in server.said())
         for line in ("client-request-errors 1", "denied-allocations 0", "num-ports-managed "):
             assert line in server.said()
+
+
+def test_it_is_a_command_of_fastports(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["portserver", "--status", "--address", server.address]) == 0
+    assert "total-allocations " in capsys.readouterr().out
+    assert cli.main(["portserver", "--status", "--address", "@nobody"]) == 1
 
 
 def test_the_status_option_prints_the_status_of_a_running_server(server: Server) -> None:

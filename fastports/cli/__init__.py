@@ -23,11 +23,12 @@ usage: fastports COMMAND [OPTION...]
 
 Finds free ports and holds them until the program they are meant for listens.
 
-  run      hold ports, start a program on them, keep them until it ends
-  ls       who has which ports on this host
-  probe    whether ports are free, and how many are not
-  map      a picture of a range of ports
-  doctor   what works here, what does not, and what to type
+  run         hold ports, start a program on them, keep them until it ends
+  ls          who has which ports on this host
+  probe       whether ports are free, and how many are not
+  map         a picture of a range of ports
+  doctor      what works here, what does not, and what to type
+  portserver  give ports to programs that only ask for a number
 
 examples:
   fastports run -- python3 -m http.server {port}
@@ -62,6 +63,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from .doctor import doctor
 
         return doctor
+    if name == "portserver":
+        from ..portserver import main as portserver
+
+        return portserver
     return None
 
 
