@@ -656,6 +656,7 @@ def test_the_family_ends_in_every_kind_of_group(
     assert not relatives(unique)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> None:
     with block.spawn(program("server", "{port}"), handoff="door") as child:
         pid = os.fork()
