@@ -1,14 +1,15 @@
 # cython: freethreading_compatible=True
 """Starting programs: clone, prepare, exec, in C, without the GIL.
 
-All children of a process are started by one thread of its own, the *spawner*. PR_SET_PDEATHSIG, which
-makes a child end with its launcher, fires when the *thread* that made the child ends (prctl(2)), so
-that thread has to live as long as its children do: it starts with the first of them and ends with
-the last one reaped. In between it sleeps in the kernel and never takes the GIL.
+PR_SET_PDEATHSIG, which makes a child end with its launcher, fires when the *thread* that made the
+child ends (prctl(2)), so children are made by a thread that lives as long as they do: by the main
+thread, where it is the one that asks and has nothing to do before exec, else by one thread of our
+own, the *spawner*. It starts with its first child and ends with the last one reaped. In between it
+sleeps in the kernel and never takes the GIL.
 
 The child is made as posix_spawn(3) makes it (CLONE_VM | CLONE_VFORK on a stack of its own): nothing is
 copied however large the launcher is, no fork handler of any library runs, and until exec the child
-shares our memory while the spawner stands still. Errors and the gate therefore need no pipe: they
+shares our memory while the thread that made it stands still. Errors and the gate therefore need no pipe: they
 are words in the order that both see.
 """
 
@@ -326,19 +327,26 @@ cdef int child(void* argument) noexcept nogil:
 
 # -- in the spawner -------------------------------------------------------------------------------
 
-cdef void launch(Spawner* spawner, Order* order) noexcept nogil:
+cdef void launch(Order* order, char* stack, c.pthread_mutex_t* mutex) noexcept nogil:
+    """Make the child; until it executes its program, this thread stands still.
+
+    Whoever may signal the child meanwhile does so under the mutex.
+    """
     cdef int status
     cdef int flags = c.CLONE_VM | c.CLONE_VFORK | c.CLONE_PARENT_SETTID | c.SIGCHLD
-    cdef c.pid_t pid = c.clone(child, spawner.stack + CHILD_STACK, flags, order, &order.pid)
+    cdef c.pid_t pid = c.clone(child, stack + CHILD_STACK, flags, order, &order.pid)
     if pid < 0:
         order.error = errno
         order.stage = FORK
         store(&order.pid, 0)
     elif order.error:
-        c.pthread_mutex_lock(&spawner.mutex)  # whoever aborts must not signal a pid used again
-        c.waitpid(pid, &status, 0)
+        if mutex != NULL:  # whoever aborts must not signal a pid used again
+            c.pthread_mutex_lock(mutex)
+        while c.waitpid(pid, &status, 0) < 0 and errno == c.EINTR:
+            pass
         store(&order.pid, 0)
-        c.pthread_mutex_unlock(&spawner.mutex)
+        if mutex != NULL:
+            c.pthread_mutex_unlock(mutex)
     else:
         order.pidfd = c.syscall(c.SYS_pidfd_open, pid, 0)  # ours to reap: the pid is still its own
     store(&order.word, DONE)
@@ -354,7 +362,7 @@ cdef void* serve(void* argument) noexcept nogil:
         if order != NULL:
             spawner.first = order.next
             c.pthread_mutex_unlock(&spawner.mutex)
-            launch(spawner, order)
+            launch(order, spawner.stack, &spawner.mutex)
             c.pthread_mutex_lock(&spawner.mutex)
         elif spawner.stop:
             break
@@ -365,6 +373,20 @@ cdef void* serve(void* argument) noexcept nogil:
 
 
 # -- in the launcher's threads --------------------------------------------------------------------
+
+cdef bint launch_here(Order* order) noexcept nogil:
+    """Make the child in this thread; False for want of memory."""
+    cdef char* stack = <char*>malloc(CHILD_STACK)
+    cdef c.sigset_t every, before
+    if stack == NULL:
+        return False
+    c.sigfillset(&every)
+    c.pthread_sigmask(c.SIG_SETMASK, &every, &before)  # no handler may run in the child
+    launch(order, stack, NULL)
+    c.pthread_sigmask(c.SIG_SETMASK, &before, NULL)
+    free(stack)
+    return True
+
 
 cdef void before_fork() noexcept nogil:
     c.pthread_mutex_lock(&registry_lock)
@@ -502,6 +524,7 @@ cdef class Process:
     cdef Order* order
     cdef list kept_alive
     cdef c.pid_t launcher
+    cdef bint unreaped
 
     def __cinit__(self):
         self.pidfd = -1
@@ -578,12 +601,14 @@ cdef class Process:
         if not error:
             self.pid = order.pid
             self.pidfd = order.pidfd
+            self.unreaped = True
             self.drop_order()
             self.kept_alive = None
             return
-        self.spawner = NULL
-        with nogil:
-            leave(spawner)
+        if spawner != NULL:
+            self.spawner = NULL
+            with nogil:
+                leave(spawner)
         self.drop_order()
         failure = OSError(error, strerror(error).decode())
         failure.stage = STAGES[stage]
@@ -619,7 +644,7 @@ cdef class Process:
         cdef int status
         cdef c.pid_t got
         cdef Spawner* spawner = self.spawner
-        if self.returncode is not None or spawner == NULL or self.order != NULL:
+        if not self.unreaped:
             return self.returncode
         if self.launcher != c.getpid():
             raise ChildProcessError(c.ECHILD, "the child belongs to the process that started it")
@@ -635,9 +660,11 @@ cdef class Process:
             self.returncode = -c.WTERMSIG(status)
         else:
             self.returncode = c.WEXITSTATUS(status)
-        self.spawner = NULL
-        with nogil:
-            leave(spawner)
+        self.unreaped = False
+        if spawner != NULL:
+            self.spawner = NULL
+            with nogil:
+                leave(spawner)
         return self.returncode
 
     @cython.critical_section
@@ -737,6 +764,16 @@ def adopts_orphans():
     return adopts != 0
 
 
+def has_reader(int pipe):
+    """Whether anybody has a read end of the pipe whose write end this is: poll(2)."""
+    cdef c.pollfd asked
+    cdef c.timespec zero
+    zero.tv_sec = zero.tv_nsec = 0
+    asked.fd = pipe
+    asked.events = 0
+    return c.ppoll(&asked, 1, &zero, NULL) == 0  # else POLLERR: nobody
+
+
 def childless():
     """Whether this process has no child at all, not even one to be reaped."""
     cdef c.siginfo_t info
@@ -803,6 +840,7 @@ def start(
     cdef Process process = Process.__new__(Process)
     cdef Order* order = <Order*>calloc(1, sizeof(Order))
     cdef int index, number, fd, error
+    cdef bint done
     if order == NULL:
         raise MemoryError
     process.order = order
@@ -842,6 +880,13 @@ def start(
         order.filter.len = len(filter) // sizeof(c.sock_filter)
         order.filter.filter = <c.sock_filter*><char*>filter
         order.filter_flags = filter_flags
+    if not gate and filter is None and c.syscall(c.SYS_gettid) == process.launcher:
+        with nogil:
+            done = launch_here(order)
+        if not done:
+            raise MemoryError
+        process.settle()
+        return process
     with nogil:
         process.spawner = submit(order, &error)
     if process.spawner == NULL:

@@ -142,8 +142,7 @@ class Child:
         handover: Told,
     ) -> None:
         self._process = process
-        self._family = Family(process.pid, token, leads=leads)
-        self._leash = leash
+        self._family = Family(process.pid, token, leads=leads, leash=leash)
         self._grace = grace
         self._stderr_tail = stderr_tail
         self._hint = hint
@@ -503,7 +502,7 @@ class Child:
             return True
 
     def _drop_leash(self) -> None:
-        leash, self._leash = self._leash, -1
+        leash, self._family.leash = self._family.leash, -1
         if leash >= 0:
             os.close(leash)
 

@@ -1,8 +1,9 @@
 """A child and its descendants, as far as /proc shows them.
 
 Descendants are looked for by parentage, by process group and session, and, when a daemon has left
-all three, by the token that the child was given in its environment. The token tells relatives from
-accidents, not from an attacker of the same user, who can read and copy it.
+all three, by the token that the child was given in its environment, and at last by the pipe that
+all inherit. The token tells relatives from accidents, not from an attacker of the same user, who
+can read and copy it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import time
 from _signal import pidfd_send_signal  # type: ignore[import-not-found]  # signal costs 2 ms
 
-from ._spawn import adopts_orphans, childless
+from ._spawn import adopts_orphans, childless, has_reader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -127,6 +128,14 @@ def _links(folder: str, names: list[str]) -> set[int]:
     return found
 
 
+def _has(pid: int, link: str) -> bool:
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{name}") == link for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
 class Family:
     """The child ``pid`` and whoever came of it.
 
@@ -138,11 +147,15 @@ class Family:
         Value of :data:`TOKEN` in its environment.
     leads
         Whether it leads a process group of its own.
+    leash
+        Write end of a pipe whose read end the child and its descendants inherit, -1 for none. Who
+        owns it closes it, and says so here.
     """
 
-    def __init__(self, pid: int, token: bytes, *, leads: bool) -> None:
+    def __init__(self, pid: int, token: bytes, *, leads: bool, leash: int = -1) -> None:
         self.pid = pid
         self.leads = leads
+        self.leash = leash
         self.scattered = True  # until the child alone is known to have what was asked for
         self._mark = b"\0" + TOKEN + b"=" + token + b"\0"
         self._adopted = adopts_orphans()
@@ -153,7 +166,8 @@ class Family:
         """Every living member that can be seen, the child first if it is there; no zombies.
 
         A walk through /proc misses a process that is made in its course by one that ends in its
-        course, as daemons come about. Nobody is there only if several walks say so.
+        course, as daemons come about. What every descendant inherits, unless it closes it, misses
+        nobody: while somebody has it, the walk is repeated, and at last done by it.
         """
         # Orphans have come to this process since before the child was made: without a child of any
         # kind there is no descendant, and 15 us for each process of the machine are saved.
@@ -161,11 +175,22 @@ class Family:
             return []
         living = self._walk()
         for _ in range(_WALKS - 1):
-            if living:
-                break
+            if living or (self.leash >= 0 and not has_reader(self.leash)):
+                return living
             time.sleep(0.001)
             living = self._walk()
-        return living
+        return living or self._leashed()
+
+    def _leashed(self) -> list[Member]:
+        """Who has the pipe, whatever else it got rid of."""
+        if self.leash < 0:
+            return []
+        link = f"pipe:[{os.fstat(self.leash).st_ino}]"
+        return [
+            member
+            for member in _processes()
+            if member.start >= self.start and member.pid != os.getpid() and _has(member.pid, link)
+        ]
 
     def _walk(self) -> list[Member]:
         # A relative is no older than the child; the start times of one tick cannot be told apart.

@@ -76,6 +76,18 @@ answer(serve(int(sys.argv[1])))
 import threading
 threading.Thread(target=lambda: answer(serve(int(sys.argv[1])))).start()
 """,
+    # the same, and nothing of the environment it was started with is left either
+    "runaway": """
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+code = "import socket, sys, time; s = socket.socket(); s.setsockopt(1, 2, 1); "
+code += "s.bind(('', int(sys.argv[1]))); s.listen(); c, _ = s.accept(); "
+code += "c.sendall(b'%d' % __import__('os').getpid()); c.close(); time.sleep(100)"
+os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", code, sys.argv[1]], {})
+""",
     # children of its own, one of them in a session of its own, and no listener
     "tree": """
 if os.fork() == 0:

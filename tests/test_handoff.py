@@ -154,7 +154,7 @@ def test_whoever_of_the_program_listens_is_known(block: PortBlock, name: str) ->
     until(lambda: not runs(pid))
 
 
-@pytest.mark.parametrize("name", ["daemon", "background"])
+@pytest.mark.parametrize("name", ["daemon", "background", "runaway"])
 def test_a_program_that_becomes_a_daemon_is_waited_for_and_ended(
     block: PortBlock, name: str
 ) -> None:

@@ -407,11 +407,21 @@ def test_a_child_outlives_the_thread_that_started_it() -> None:
     finish(process)
 
 
-def test_one_thread_starts_every_child_and_ends_with_the_last() -> None:
+def test_the_main_thread_starts_its_children_itself() -> None:
+    process = start("/bin/sleep", "100")
     assert spawner_threads() == 0
-    first, second = start("/bin/sleep", "100"), start("/bin/sleep", "100")
-    assert spawner_threads() == 1
-    for process in (first, second):
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+
+
+def test_one_thread_starts_the_children_of_all_others_and_ends_with_the_last() -> None:
+    started: list[_spawn.Process] = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: started.append(start("/bin/sleep", "100")))
+        thread.start()
+        thread.join()
+        assert spawner_threads() == 1
+    for process in started:
         assert spawner_threads() == 1
         process.send_signal(signal.SIGKILL)
         finish(process)
