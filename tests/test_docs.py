@@ -1,4 +1,7 @@
-"""Every program in these pages runs, prints what the page says, and leaves nothing behind."""
+"""Every program in these pages runs, prints what the page says, and leaves nothing behind.
+
+After a change of what is printed, `python docs/fill.py` writes it into the pages anew.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+ENVIRONMENT.pop("PORTSERVER_ADDRESS", None)
 PAGES = ("tutorial", "migration", "explanation", "faq", "portserver")
 BLOCK = re.compile(
     r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```)?",
@@ -40,21 +45,27 @@ def test_a_program_prints_what_its_page_says(
 ) -> None:
     script = tmp_path / "example.py"
     script.write_text(source)
-    environment = {key: text for key, text in os.environ.items() if key != "PORTSERVER_ADDRESS"}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=tmp_path,
-        env=environment,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert normal(done.stdout) == normal(output or "")
 
 
-@pytest.mark.parametrize("session", CONSOLE.findall((DOCS / "tutorial.md").read_text()))
+SESSIONS = [
+    session
+    for page in ("tutorial", "cli")
+    for session in CONSOLE.findall((DOCS / f"{page}.md").read_text())
+]
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.split("\n")[0][2:40])
 def test_a_shell_session_prints_what_its_page_says(session: str, tmp_path: Path) -> None:
     lines = session.splitlines()
     done = subprocess.run(
@@ -63,8 +74,32 @@ def test_a_shell_session_prints_what_its_page_says(session: str, tmp_path: Path)
         text=True,
         timeout=60,
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=ENVIRONMENT,
     )
     assert (done.returncode, done.stderr) == (0, "")
     expected = "\n".join(line for line in lines if not line.startswith("$ "))
     assert normal(done.stdout) == normal(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fastports po", {"portserver"}),
+        ("fastports probe --j", {"--json"}),
+        ("fastports run --handoff bind", {"bind-door"}),
+        ("fastports portserver --st", {"--status"}),
+        ("fastports run -- serve --h", set()),
+    ],
+)
+def test_bash_completes_from_the_help(line: str, expected: set[str]) -> None:
+    script = f"""
+source {DOCS}/completion/fastports.bash
+COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+_fastports
+echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == expected
