@@ -362,7 +362,7 @@ def test_one_port_without_a_descriptor_left_is_a_descriptor_limit(spare: int) ->
     def limited() -> object:
         for name in ("fastports.refusal", "fastports._diag"):
             sys.modules.pop(name, None)
-            fastports.__dict__.pop(name.rpartition(".")[2], None)
+            vars(fastports).pop(name.rpartition(".")[2], None)
         fillers = []
         try:
             while True:
