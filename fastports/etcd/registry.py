@@ -17,11 +17,12 @@ __all__ = ["EtcdRegistry"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import Any
 
     from ..errors import LeaseLost
     from ..registry import Recordable
+    from .upkeep import Finding, Remainder
     from .watch import Changes, Listing
 
 # What a fork left behind: another process's channels. Closing them here would talk over its
@@ -425,6 +426,24 @@ class EtcdRegistry:
         from .watch import Changes
 
         return Changes(self, *self._scope(range, host, namespace))
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        older_than: float | None = None,
+        timeout: float | None = None,
+    ) -> list[Remainder]:
+        """Remove what dead owners left in the namespace; see :func:`fastports.etcd.gc`."""
+        from .upkeep import gc
+
+        return gc(self, dry_run=dry_run, older_than=older_than, timeout=timeout)
+
+    def diagnose(self, *, timeout: float = 3.0) -> Iterator[Finding]:
+        """Whether this etcd serves, in a line each; see :func:`fastports.etcd.diagnose`."""
+        from .upkeep import diagnose
+
+        return diagnose(self, timeout=timeout)
 
     def _scope(
         self, ports: object, host: str | None, namespace: str | None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastports.errors import InvalidRequest
-from fastports.etcd import EtcdRegistry, diagnose, gc
+from fastports.etcd import EtcdRegistry, gc
 
 from .conftest import block
 from .servers import Etcd, certificates, enable_auth, etcd
@@ -57,7 +57,7 @@ def leftovers(registry: EtcdRegistry, etcd_server: Etcd, namespace: str) -> Any:
 def test_gc_removes_what_the_dead_of_this_host_left(
     registry: EtcdRegistry, etcd_server: Etcd, namespace: str
 ) -> None:
-    would = gc(registry, dry_run=True)
+    would = registry.gc(dry_run=True)
     assert [int(each.key[-5:]) for each in would] == [21000, 21001, 21002, 22000]
     assert not any(each.removed for each in would)
     assert len(ports(etcd_server, namespace)) == 8
@@ -103,7 +103,7 @@ def test_gc_refuses_a_negative_age(registry: EtcdRegistry) -> None:
 
 def report(registry: EtcdRegistry) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
-    for finding in diagnose(registry, timeout=2):
+    for finding in registry.diagnose(timeout=2):
         found.setdefault(finding.topic, []).append((finding.level, finding.text))
     return found
 
