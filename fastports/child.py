@@ -548,6 +548,8 @@ class Child:
                 stream.close()
 
     def __del__(self) -> None:
+        if os is None:  # an interpreter that is going down
+            return
         if getattr(self, "owner", None) == os.getpid():
             self._drop_leash()
 

@@ -78,6 +78,31 @@ def python(code: str, *words: str, ready: str = "") -> Sequence[str]:
 
 # --- the main job ---------------------------------------------------------------------------------
 
+REAPED_IN_BETWEEN = """
+import os, threading
+import fastports.cli.run
+from fastports.cli import main
+spawn, look = fastports.cli.run.spawn, os.waitid
+def remember(*words, **options):
+    os.child = spawn(*words, **options)
+    return os.child
+def look_and_pause(*words):
+    info = look(*words)
+    # the thread that waits until the child listens has its turn just here
+    turn = threading.Thread(target=os.child.poll)
+    turn.start()
+    turn.join()
+    return info
+fastports.cli.run.spawn, os.waitid = remember, look_and_pause
+print([main(["run", "-q", "--", "sh", "-c", f"exit {n}"]) for n in range(5)])
+"""
+
+
+def test_a_command_that_ends_at_once_is_reaped_once_whichever_thread_sees_it_first() -> None:
+    words = [sys.executable, "-c", REAPED_IN_BETWEEN]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1, 2, 3, 4]\n", "")
+
 
 def test_a_server_comes_up_on_a_port_that_was_held_before_it_existed() -> None:
     code = f"""\

@@ -753,6 +753,13 @@ print(block.first, flush=True)
     fastports.reserve(int(out.split()[0])).release()
 
 
+def test_a_child_that_is_kept_to_the_very_end_of_the_launcher_goes_in_silence() -> None:
+    code = "import os, fastports\nblock = fastports.allocate(1)\n"
+    code += "os.kept = block.spawn(['true'], wait=None)\nos.kept.wait(); block.release()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_every_thread_of_the_launcher_may_spawn_at_once() -> None:
     def work() -> None:
         with (
