@@ -548,9 +548,8 @@ class Child:
                 stream.close()
 
     def __del__(self) -> None:
-        if os is None:  # an interpreter that is going down
-            return
-        if getattr(self, "owner", None) == os.getpid():
+        getpid = getattr(os, "getpid", None)  # gone in an interpreter that is going down
+        if getpid is not None and getattr(self, "owner", None) == getpid():
             self._drop_leash()
 
 
