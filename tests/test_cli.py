@@ -23,7 +23,7 @@ from fastports._core import bind_abstract
 from fastports.cli import main
 from fastports.host import process_start
 
-COMMANDS = ["run", "ls", "probe", "map", "doctor"]
+COMMANDS = ["run", "ls", "probe", "map", "doctor", "gc"]
 
 
 def entry(
@@ -50,6 +50,12 @@ def listening() -> Iterator[int]:
 
 
 # --- as a whole -----------------------------------------------------------------------------------
+
+
+def test_help_for_etcd_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "etcd"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

@@ -28,6 +28,7 @@ Finds free ports and holds them until the program they are meant for listens.
   probe       whether ports are free, and how many are not
   map         a picture of a range of ports
   doctor      what works here, what does not, and what to type
+  gc          clean up what dead owners left in etcd
   portserver  give ports to programs that only ask for a number
 
 examples:
@@ -36,7 +37,8 @@ examples:
   fastports ls
   fastports probe 8080 && echo free
 
-`fastports COMMAND --help` tells more; `fastports --version` prints the version.
+`fastports COMMAND --help` tells more, `fastports help etcd` how a cluster's
+ports are recorded; `fastports --version` prints the version.
 Exit status: 0, or what the command's help says; 1 for a refusal, 2 for wrong
 usage, 130 for Ctrl-C."""
 
@@ -63,6 +65,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from .doctor import doctor
 
         return doctor
+    if name == "gc":
+        from .gc import gc
+
+        return gc
     if name == "portserver":
         from ..portserver import main as portserver
 
@@ -102,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words == ["help", "etcd"]:
+        from .cluster import HELP as etcd
+
+        print(etcd)
+        return 0
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):

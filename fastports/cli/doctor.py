@@ -20,8 +20,9 @@ from ..ranges import (
     read_reserved,
     unprivileged_start,
 )
-from .options import parse
-from .say import Usage, reworded
+from . import cluster
+from .options import Options, parse
+from .say import Usage, printable, reworded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "doctor"]
 
 HELP = """\
-usage: fastports doctor
+usage: fastports doctor [--etcd [ENDPOINTS] [--namespace N]]
 
 Tries what fastports needs of this machine, in this container and as this user,
 and says in a line each what it found:
@@ -40,10 +41,15 @@ and says in a line each what it found:
   BAD    does not work
 
 A line to type follows where there is one; lines with sysctl or modprobe want
-root, and in a container they are for its host.
+root, and in a container they are for its host. With --etcd the registry of a
+cluster is tried as well; see `fastports help etcd`.
+
+  --etcd [ENDPOINTS]  each endpoint, its version and its clock, login, rights,
+                      space, and how long the dead stay recorded
+  --namespace N       another namespace than the default
 
 examples:
-  fastports doctor
+  fastports doctor --etcd etcd-0:2379
   docker run --rm IMAGE fastports doctor
 
 Exit status: 0 without a BAD, 1 with one."""
@@ -67,20 +73,22 @@ class Finding:
 
 
 def doctor(words: Sequence[str]) -> int:
-    options, rest = parse(words, {})
+    options, rest = parse(words, cluster.NAMES, optional=("etcd",))
     if "help" in options:
         print(HELP)
         return 0
     if rest:
         raise Usage(f"doctor takes no argument {rest[0]!r}.")
+    checks = [*CHECKS, _registry(options) if cluster.given(options) else _environment]
     import logging  # 11 ms; what the library would log is said below, as a finding
 
     logging.getLogger("fastports").setLevel(logging.ERROR)
     implementation = f"{sys.implementation.name} {sys.version.split()[0]}"
     print(f"fastports {__version__}, {implementation}, uid {os.geteuid()}")
     bad = 0
-    for check in CHECKS:
+    for check in checks:
         for finding in _careful(check):
+            finding.text = reworded(finding.text)
             _show(finding)
             bad += finding.level == BAD
     if bad:
@@ -321,6 +329,28 @@ def _sandbox() -> Iterator[Finding]:
         yield Finding(NOTE, "sandbox", f"{text}: set-uid programs run without their privilege.")
     else:
         yield Finding(OK, "sandbox", text)
+
+
+def _registry(options: Options) -> Callable[[], Iterator[Finding]]:
+    registry = cluster.registry(options)  # what is malformed is wrong usage, not a finding
+
+    def etcd() -> Iterator[Finding]:
+        with registry:
+            for found in registry.diagnose():
+                yield Finding(found.level, found.topic, printable(found.text), found.line)
+
+    return etcd
+
+
+def _environment() -> Iterator[Finding]:
+    if cluster.from_environment():
+        yield Finding(
+            NOTE,
+            "etcd",
+            "FASTPORTS_ETCD_ENDPOINTS is set: `fastports run` records there. Whether it answers"
+            " was not tried.",
+            "fastports doctor --etcd",
+        )
 
 
 #: In the order of the report. A check yields findings; what it raises becomes one.

@@ -6,6 +6,7 @@ import os
 import sys
 
 from .. import entries
+from . import cluster
 from .options import parse
 from .say import Usage, printable, say, tolerant_output
 
@@ -15,18 +16,21 @@ if TYPE_CHECKING:
 
     from ..registry import Entry
 
-__all__ = ["command_of", "ls"]
+__all__ = ["LABEL", "command_of", "ls", "short_age"]
 
 HELP = """\
 usage: fastports ls [--json]
+       fastports ls --etcd [ENDPOINTS] [--namespace N] [--watch] [--json]
 
 Lists the ports that are held through fastports in this network namespace, by
 whomever: other users and other containers that share the network included.
+With --etcd: what the whole cluster has recorded, see `fastports help etcd`.
 
-  --json    a JSON array, one object a line, instead of the table: first, last,
-            protocol, host (null: all addresses), pid, start (of the process,
-            in clock ticks since boot), alive (true; null where the process
-            cannot be seen), label, age (seconds), command
+  --json    a JSON array, one object a line, instead of the table; their names
+            are first, last, protocol, host (null: all addresses), pid, alive
+            (null where that cannot be seen), label, age (seconds) and others
+  --watch   go on with what is recorded and released from now on
+  --namespace N   another namespace than the default; '*': all of them
 
 AGE is how long the block has been held. A PID with a question mark is not that
 of a process visible here: its owner lives in another pid namespace. What is
@@ -34,23 +38,28 @@ shown is what the owners say of themselves.
 
 examples:
   fastports ls
-  fastports ls --json | jq -r '.[] | select(.label == "decode-0") | .first'
+  fastports ls --json | jq '.[] | select(.label == "decode-0") | .first'
+  fastports ls --etcd etcd-0:2379 --watch
 
 Exit status: 0, also when there are none; 1 if it cannot be found out."""
 
-_NAMES = {"--json": "json"}
-_LABEL = 24  # columns on a terminal
+_NAMES = {"--json": "json", "--watch": "watch", **cluster.NAMES}
+LABEL = 24  # columns on a terminal
 _FIELDS = ("first", "last", "protocol", "host", "pid", "start", "alive", "label", "age")
 
 
 def ls(words: Sequence[str]) -> int:
-    options, rest = parse(words, _NAMES, flags=("json",))
+    options, rest = parse(words, _NAMES, flags=("json", "watch"), optional=("etcd",))
     if "help" in options:
         print(HELP)
         return 0
     if rest:
         raise Usage(f"ls takes no argument {rest[0]!r}.")
     tolerant_output()
+    if cluster.given(options):
+        from .recorded import ls_etcd
+
+        return ls_etcd(options)
     found = list(entries())
     commands = {
         entry.pid: command_of(entry.pid) for entry in {e.pid: e for e in found if e.alive}.values()
@@ -79,7 +88,7 @@ def command_of(pid: int) -> str:
     return printable(text.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace"))
 
 
-def _age(age: float) -> str:
+def short_age(age: float) -> str:
     """Two digits are enough to tell the old from the new: 42s, 17m, 3h, 12d."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
         if age < limit:
@@ -109,14 +118,14 @@ def _write_table(found: Sequence[Entry], commands: dict[int, str]) -> None:
         if entry.host is not None:
             ports += f" on {entry.host}"
         label = entry.label or "-"
-        if width and len(label) > _LABEL:
-            label = label[: _LABEL - 1] + "+"  # as ps and top show that something was cut
+        if width and len(label) > LABEL:
+            label = label[: LABEL - 1] + "+"  # as ps and top show that something was cut
         rows.append(
             (
                 ports,
                 entry.protocol,
                 f"{entry.pid}" if entry.alive else f"{entry.pid}?",
-                _age(entry.age),
+                short_age(entry.age),
                 label,
                 (commands.get(entry.pid) if entry.alive else "") or "-",
             )

@@ -7,7 +7,8 @@ import sys
 
 from .. import PortRange, PortState, probe
 from ..ranges import default_plan, parse_ephemeral, parse_reserved, read_ephemeral, read_reserved
-from .options import parse
+from . import cluster
+from .options import Options, parse
 from .probe import held_ports
 from .say import Usage
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["map_"]
 
 HELP = """\
-usage: fastports map [RANGE] [--protocol P]
+usage: fastports map [RANGE] [--protocol P] [--etcd [ENDPOINTS]]
 
 Draws which ports of RANGE are taken at this moment; without RANGE, those of
 the range that fastports chooses from here. A letter stands for one port, or in
@@ -27,9 +28,10 @@ a large range for several: then a capital means all of them, a small one some.
   .  free                            r  reserved (ip_local_reserved_ports)
   h  held through fastports          ~  free, in the ephemeral range
   x  taken by others                 p  privileged
-                                     !  denied by a sandbox
+  e  recorded in etcd, not held      !  denied by a sandbox
 
   --protocol P   tcp (default), udp or both
+  --etcd E, --namespace N   what etcd has for this host; `fastports help etcd`
 
 The picture is as wide as the terminal, in colour on a terminal unless NO_COLOR
 is set to something.
@@ -40,12 +42,13 @@ examples:
 
 Exit status: 0."""
 
-_NAMES = {"--protocol": "protocol"}
+_NAMES = {"--protocol": "protocol", **cluster.NAMES}
 
-_HELD, _BUSY, _DENIED, _PRIVILEGED, _RESERVED, _EPHEMERAL, _FREE = "hx!pr~."
+_HELD, _RECORDED, _BUSY, _DENIED, _PRIVILEGED, _RESERVED, _EPHEMERAL, _FREE = "hex!pr~."
 _LEGEND = {
     _FREE: "free",
     _HELD: "held through fastports",
+    _RECORDED: "recorded, not held",
     _BUSY: "taken by others",
     _RESERVED: "reserved",
     _EPHEMERAL: "ephemeral",
@@ -56,6 +59,7 @@ _LEGEND = {
 _COLOURS = {
     _FREE: "32",
     _HELD: "1;36",
+    _RECORDED: "1;35",
     _BUSY: "1;31",
     _RESERVED: "33",
     _EPHEMERAL: "34",
@@ -72,7 +76,7 @@ _BY_STATE = {
 
 
 def map_(words: Sequence[str]) -> int:
-    options, rest = parse(words, _NAMES)
+    options, rest = parse(words, _NAMES, optional=("etcd",))
     if "help" in options:
         print(HELP)
         return 0
@@ -85,7 +89,13 @@ def map_(words: Sequence[str]) -> int:
         plan = default_plan(ephemeral, parse_reserved(read_reserved()))
         ports = PortRange(plan.first, plan.last)
     protocol = options["protocol"] or "tcp"
+    recorded = _recorded(options, ports, protocol) if cluster.given(options) else None
     classes = _classes(ports, protocol, ephemeral)
+    if recorded:
+        classes = "".join(
+            _RECORDED if port in recorded and letter != _HELD else letter
+            for port, letter in zip(ports, classes, strict=True)
+        )
     width, height, colour = _screen()
     each, across = _scale(len(ports), width, height)
     counts = {letter: classes.count(letter) for letter in _LEGEND}
@@ -98,6 +108,9 @@ def map_(words: Sequence[str]) -> int:
     legend = [(letter, f"{letter} {name} {counts[letter]}") for letter, name in _LEGEND.items()]
     for line in _wrapped([pair for pair in legend if counts[pair[0]]], width):
         print("   ".join(_painted(text[0], colour) + text[1:] for text in line))
+    if recorded is not None:
+        number = len(recorded.intersection(ports))
+        print(f"recorded in etcd for this host: {number} port{'' if number == 1 else 's'}")
     return 0
 
 
@@ -112,6 +125,21 @@ def _classes(ports: PortRange, protocol: str, ephemeral: tuple[int, int]) -> str
         if letters[port - ports.first] == _FREE:
             letters[port - ports.first] = _EPHEMERAL
     return "".join(letters)
+
+
+def _recorded(options: Options, ports: PortRange, protocol: str) -> set[int]:
+    """The ports that etcd has for this host."""
+    every = options["namespace"] == "*"
+    found: set[int] = set()
+    with cluster.registry(options, every=every) as registry:
+        for entry in registry.entries(
+            range=(ports.first, ports.last),
+            host=registry.host_id,
+            namespace="*" if every else None,
+        ):
+            if "both" in (protocol, entry.protocol) or protocol == entry.protocol:
+                found.update(entry.ports)
+    return found
 
 
 def _screen() -> tuple[int, int, bool]:
@@ -153,7 +181,7 @@ def _letter(classes: str) -> str:
     """The letter for a cell: what is rarest and matters most; blank outside the range."""
     if not classes:
         return " "
-    for letter in (_HELD, _BUSY, _DENIED, _PRIVILEGED, _RESERVED, _EPHEMERAL):
+    for letter in (_HELD, _RECORDED, _BUSY, _DENIED, _PRIVILEGED, _RESERVED, _EPHEMERAL):
         if letter in classes:
             every = len(classes) > 1 and classes.count(letter) == len(classes)
             return letter.upper() if every else letter

@@ -35,6 +35,7 @@ def parse(
     names: Mapping[str, str],
     *,
     flags: Sequence[str] = (),
+    optional: Sequence[str] = (),
     leading: bool = False,
 ) -> tuple[Options, list[str]]:
     """Split words into options and the rest.
@@ -47,6 +48,9 @@ def parse(
         What each spelling means, such as ``{"-n": "size", "--size": "size"}``.
     flags
         The meanings that take no value.
+    optional
+        The meanings whose value may be left out: it is empty then. A word that begins with a dash
+        or is made of a range's characters is none.
     leading
         Whether options end at the first other word, which begins somebody else's command line.
 
@@ -87,6 +91,11 @@ def parse(
             if value is not None:
                 queue.insert(0, f"-{value}")  # -qn8
             value = ""
+        elif value is None and name in optional:
+            following = queue[0] if queue else ""
+            value = ""
+            if following.strip("0123456789-") and not following.startswith("-"):
+                value = queue.pop(0)
         elif value is None:
             if not queue or queue[0] == "--":
                 raise Usage(f"{spelling} needs a value.")

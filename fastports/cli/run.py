@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from .. import allocate, allocate_many, reserve
+from .. import Allocator
 from .._spawn import adopt_orphans, childless
 from ..errors import HandoffError
 from ..handoff import spawn
 from ..ranges import PortRange
+from . import cluster
 from .bundle import Bundle
 from .options import Options, parse, seconds, whole
 from .say import Failure, Usage, complain, printable, reworded, say, spans
@@ -42,6 +43,7 @@ exit status and terminal are COMMAND's. In its arguments {port} is the port,
   --label L          what `fastports ls` shows for them
   --handoff M        how COMMAND gets in (default auto; see `fastports doctor`)
   --wait S           seconds it may take to listen (default 30; 0: do not look)
+  --etcd E, --namespace N   record them in etcd, too: see `fastports help etcd`
   -q, --quiet        tell nothing but why COMMAND could not be started
 
 examples:
@@ -61,6 +63,7 @@ _NAMES = {
     "--label": "label",
     "--handoff": "handoff",
     "--wait": "wait",
+    **cluster.NAMES,
     "-q": "quiet",
     "--quiet": "quiet",
 }
@@ -81,25 +84,39 @@ def run(words: Sequence[str]) -> int:
     if not command:
         raise Usage("run needs a command to start, such as `python3 -m http.server {port}`.")
     limit = seconds(options["wait"] or "30", "--wait")
-    bundle: PortBlock | Bundle
+    sizes = _sizes(options) if "many" in options else None
     stderr = sys.stderr
     sys.stderr = _Told(quiet="quiet" in options)
     try:
-        if "many" in options:
-            if "size" in options:
-                raise Usage("--many gives the sizes itself; leave -n out.")
-            sizes = _sizes(options.all("many"))
-            bundle = Bundle(allocate_many(sizes, **_shared(options)))
-        else:
-            bundle = _allocate(options)
-        try:
-            if isinstance(bundle, Bundle):
-                command = bundle.fill(command)
-            return _Run(bundle, command, options["handoff"] or "auto", limit, options).status()
-        finally:
-            bundle.release()
+        if cluster.given(options, environment=True):
+            return _run_recorded(options, command, sizes, limit)
+        return _run(_hold(Allocator(), options, sizes), command, limit, options)
     finally:
         sys.stderr = stderr
+
+
+def _run(bundle: PortBlock | Bundle, command: list[str], limit: float, options: Options) -> int:
+    try:
+        if isinstance(bundle, Bundle):
+            command = bundle.fill(command)
+        return _Run(bundle, command, options["handoff"] or "auto", limit, options).status()
+    finally:
+        bundle.release()
+
+
+def _run_recorded(
+    options: Options, command: list[str], sizes: dict[str, int] | None, limit: float
+) -> int:
+    on_lost, on_restored = cluster.telling(quiet="quiet" in options)
+    registry = cluster.registry(options, on_lost=on_lost, on_restored=on_restored)
+    allocator = Allocator(registry=registry)
+    try:
+        bundle = cluster.undisturbed(lambda: _hold(allocator, options, sizes), _to_take())
+        return _run(bundle, command, limit, options)
+    except cluster.Interrupted as exc:
+        return exc.status
+    finally:
+        registry.close()
 
 
 class _Told:
@@ -128,19 +145,25 @@ def _shared(options: Options) -> dict[str, Any]:
     return shared
 
 
-def _allocate(options: Options) -> PortBlock:
-    size = whole(options["size"] or "1", "-n", 1, 65535)
+def _hold(
+    allocator: Allocator, options: Options, sizes: dict[str, int] | None
+) -> PortBlock | Bundle:
     shared = _shared(options)
+    if sizes is not None:
+        return Bundle(allocator.allocate_many(sizes, **shared))
+    size = whole(options["size"] or "1", "-n", 1, 65535)
     if "range" in shared and len(wanted := PortRange(shared["range"])) == size:
         # just these ports: also over a TIME_WAIT, and without the warning about where they lie
         del shared["range"]
-        return reserve(wanted, **shared)
-    return allocate(size, **shared)
+        return allocator.reserve(wanted, **shared)
+    return allocator.allocate(size, **shared)
 
 
-def _sizes(texts: Sequence[str]) -> dict[str, int]:
+def _sizes(options: Options) -> dict[str, int]:
+    if "size" in options:
+        raise Usage("--many gives the sizes itself; leave -n out.")
     sizes: dict[str, int] = {}
-    for text in texts:
+    for text in options.all("many"):
         for part in text.split(","):
             name, equals, number = part.partition("=")
             if not equals:
@@ -203,15 +226,13 @@ class _Run:
 
     def _take_signals(self) -> None:
         """From here on signals wait until the loop takes them. Ignored ones stay ignored."""
-        ignored = [number for number in _FORWARDED if _signal.getsignal(number) == _signal.SIG_IGN]
-        self._signals = [number for number in _FORWARDED if number not in ignored]
-        self._signals.append(_CHLD)
+        self._signals = _to_take()
         # whoever started us may have had SIGCHLD ignored, and then no child leaves a status
         _signal.signal(_CHLD, _signal.SIG_DFL)
         _signal.pthread_sigmask(_signal.SIG_BLOCK, self._signals)
         # In our process group the command gets the terminal's keys, and may read from it. Started
         # with nohup, or in the background of a script, it must not get what we ignore.
-        self._foreground = _has_terminal() and _HUP not in ignored and _INT not in ignored
+        self._foreground = _has_terminal() and {_HUP, _INT} <= set(self._signals)
 
     def _start(self) -> Child:
         adopt_orphans()
@@ -364,6 +385,11 @@ class _Run:
     def _note(self, text: str) -> None:
         if not self._quiet:
             say(text)
+
+
+def _to_take() -> list[int]:
+    """The signals to pass on, less those that are ignored, and SIGCHLD."""
+    return [*(n for n in _FORWARDED if _signal.getsignal(n) != _signal.SIG_IGN), _CHLD]
 
 
 def _status(returncode: int | None) -> int:

@@ -66,6 +66,21 @@ def spans(ports: Sequence[int]) -> str:
 
 # The library's messages end in what to do in Python; here is what to do in a shell.
 _WORDS = (
+    ("give password=, too", "set FASTPORTS_ETCD_PASSWORD, too"),
+    ("give user=, too", "set FASTPORTS_ETCD_USER, too"),
+    ("give cert=, too", "set FASTPORTS_ETCD_CERT, too"),
+    ("give key=, too", "set FASTPORTS_ETCD_KEY, too"),
+    ("give ca= the path", "set FASTPORTS_ETCD_CA to the path"),
+    ("give cert= the path", "set FASTPORTS_ETCD_CERT to the path"),
+    ("give key= the path", "set FASTPORTS_ETCD_KEY to the path"),
+    ("give host_id=,", "set FASTPORTS_ETCD_HOST_ID,"),
+    (
+        "give one, or set FASTPORTS_ETCD_ENDPOINTS",
+        "give it to --etcd, or set FASTPORTS_ETCD_ENDPOINTS",
+    ),
+    (", or a function that makes a client", ""),
+    ("user= and password=", "FASTPORTS_ETCD_USER and FASTPORTS_ETCD_PASSWORD"),
+    ("user=, password=", "FASTPORTS_ETCD_USER, FASTPORTS_ETCD_PASSWORD"),
     (", widen range=, or wait with timeout=.", ", or widen --range."),
     (", let allocate() choose, or wait with timeout=.", ", or leave --range out."),
     (", or wait with timeout=.", "."),

@@ -48,8 +48,9 @@ class EtcdRegistry:
         Blocks of one namespace exclude each other on the same ``host_id``. None:
         ``FASTPORTS_ETCD_NAMESPACE``, else ``"default"``.
     host_id
-        What a port is exclusive to. None: boot id and network namespace, which is right without
-        any configuration. An address makes the keys those of Dynamo's allocator.
+        What a port is exclusive to. None: ``FASTPORTS_ETCD_HOST_ID``, else boot id and network
+        namespace, which is right without any configuration. An address makes the keys those of
+        Dynamo's allocator.
     ttl
         Seconds, 2 to 86400, after which the keys of a dead process vanish. etcd may grant more.
     timeout
@@ -62,8 +63,8 @@ class EtcdRegistry:
         Paths of PEM files. None: ``FASTPORTS_ETCD_CA``, ``FASTPORTS_ETCD_CERT``,
         ``FASTPORTS_ETCD_KEY``.
     advertise
-        The address that others shall use to reach the ports; only recorded. None: the block's
-        host, or the host name as it is.
+        The address that others shall use to reach the ports; only recorded. None:
+        ``FASTPORTS_ETCD_ADVERTISE``, else the block's host, or the host name as it is.
     on_lost, on_restored
         Called as ``on_lost(block, error)`` when the record of a held block is lost or contested
         (``error.reason`` tells), and ``on_restored(block)`` when it stands again: on a thread of
@@ -93,7 +94,9 @@ class EtcdRegistry:
         on_lost: Callable[[Any, LeaseLost], object] | None = None,
         on_restored: Callable[[Any], object] | None = None,
     ) -> None:
-        environ = os.environ.get
+        def environ(name: str) -> str | None:
+            return os.environ.get(name) or None  # templates leave variables that are empty
+
         credentials = Credentials(
             user if user is not None else environ("FASTPORTS_ETCD_USER"),
             password if password is not None else environ("FASTPORTS_ETCD_PASSWORD"),
@@ -124,6 +127,10 @@ class EtcdRegistry:
             )
         if namespace is None:
             namespace = environ("FASTPORTS_ETCD_NAMESPACE") or "default"
+        if host_id is None:
+            host_id = environ("FASTPORTS_ETCD_HOST_ID")
+        if advertise is None:
+            advertise = environ("FASTPORTS_ETCD_ADVERTISE")
         self.namespace = check_word("namespace", namespace)
         if isinstance(ttl, bool) or not isinstance(ttl, int) or not 2 <= ttl <= 86400:
             raise InvalidRequest(
