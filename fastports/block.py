@@ -190,6 +190,11 @@ class PortBlock:
                 return state
         return "held" if self._markers is None else "closed"
 
+    @property
+    def holds_closed(self) -> bool:
+        """Whether :meth:`close_holds` has left the ports to markers, whatever a registry says."""
+        return self._markers is not None
+
     def __len__(self) -> int:
         return self.last - self.first + 1
 

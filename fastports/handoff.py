@@ -119,7 +119,7 @@ class _OpenDoor(Handover):
         left = _doors.pop(id(block)) - 1
         if left:
             _doors[id(block)] = left
-        elif block.state not in ("released", "closed"):
+        elif not (block.released or block.holds_closed):
             block.close_door()
 
     over = listening
@@ -257,7 +257,7 @@ def _choose(handoff: str, block: PortBlock, command: Command, exclusive: bool) -
             argument="exclusive",
             value=exclusive,
         )
-    if block.state == "closed":  # by an earlier close mode: the markers stand, the holds do not
+    if block.holds_closed:  # by an earlier close mode: the markers stand, the holds do not
         if handoff in ("auto", "close") and not exclusive:
             return by_name["close"]
         raise HandoffError(
@@ -584,7 +584,7 @@ def spawn(
 
     block.filenos()  # a released block, or another process's, says so
     mode = _choose(handoff, block, command, exclusive)
-    if mode.name != "fd" and block.state != "closed":
+    if mode.name != "fd" and not block.holds_closed:
         _stop_listening(block)
     sweep()
     group = _spawn.OWN_SESSION if new_session else _spawn.OWN_GROUP

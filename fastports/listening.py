@@ -112,7 +112,7 @@ class Watch:
         self.protocols = ("tcp", "udp") if block.protocol == "both" else (block.protocol,)
         self._missing = [(protocol, port) for port in ports for protocol in self.protocols]
         self._missing.reverse()  # popped from the end
-        held = block.filenos() if block.state != "closed" else []
+        held = [] if block.holds_closed else block.filenos()
         self._holds = {os.fstat(fd).st_ino for fd in held}
         address = None if block.host is None else parse_address(block.host)
         self._addresses = [_V4, _V6]

@@ -109,9 +109,12 @@ class Bundle:
         return port in self.ports
 
     @property
-    def state(self) -> str:
-        states = [block.state for block in self._ordered]
-        return states[0] if len(set(states)) == 1 else "closed"
+    def released(self) -> bool:
+        return all(block.released for block in self._ordered)
+
+    @property
+    def holds_closed(self) -> bool:
+        return any(block.holds_closed for block in self._ordered)
 
     def filenos(self) -> list[int]:
         return [fd for block in self._ordered for fd in block.filenos()]

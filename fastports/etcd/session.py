@@ -185,9 +185,11 @@ class Session:
         )) for record in hit)  # fmt: skip
 
     def state(self, token: str) -> str:
+        if self.closed:
+            return "degraded"
         record = self.records.get(token)
         if record is None:
-            return "degraded" if self.closed or token in self.doomed else "held"
+            return "degraded" if token in self.doomed else "held"
         if record.state == "held" and boot_clock() >= self.expires:
             return "degraded"  # e.g. this process was stopped; the thread has not run yet
         return "held" if record.state == "claiming" else record.state

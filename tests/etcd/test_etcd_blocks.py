@@ -13,8 +13,10 @@ import textwrap
 import warnings
 
 import pytest
+from programs import program
 
 import fastports
+from fastports.cli.bundle import Bundle
 from fastports.etcd import EtcdRegistry
 
 from .servers import Etcd, wait_for
@@ -205,3 +207,27 @@ def test_a_stopped_launcher_learns_at_once_that_its_record_is_gone(
         assert report.rstrip().endswith("'restored']")
     finally:
         end(child)
+
+
+def test_what_was_handed_over_is_known_as_such_also_without_a_record(
+    registry: EtcdRegistry,
+) -> None:
+    with fastports.Allocator(registry=registry).allocate() as block:
+        block.close_holds()
+        registry.close()
+        assert block.state == "degraded"
+        # by close mode again, and with an eye on the listener alone: there are no holds
+        with block.spawn(program("server", "{port}"), handoff="close") as child:
+            assert child.poll() is None
+            child.kill()
+
+
+def test_many_blocks_without_a_record_are_still_held(registry: EtcdRegistry) -> None:
+    blocks = fastports.Allocator(registry=registry).allocate_many({"a": 1, "b": 1})
+    registry.close()
+    bundle = Bundle(blocks)
+    try:
+        assert not bundle.holds_closed and not bundle.released
+        assert [block.state for block in blocks.values()] == ["degraded", "degraded"]
+    finally:
+        bundle.release()
