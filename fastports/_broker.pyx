@@ -1465,6 +1465,19 @@ cdef class Broker:
             raise _os_error(-error)
         return block
 
+    def is_open(self, block):
+        """Whether a call of a bind-door child is under way, with a door of this block open for it."""
+        cdef State *st = self.st
+        cdef int64_t number = block
+        cdef int i
+        cdef bint is_open = False
+        pthread_mutex_lock(&st.lock)
+        for i in range(st.n_held):
+            if st.held[i].block == number and st.held[i].opens:
+                is_open = True
+        pthread_mutex_unlock(&st.lock)
+        return is_open
+
     def discard(self, block):
         """Forget the held sockets of a block; its children's calls go to the kernel. Idempotent."""
         cdef int64_t number = block

@@ -133,7 +133,20 @@ class Broker(Mode):
             raise
         finally:
             os.close(ours)
-        return process, Handover()
+        return process, self.handover(number)
+
+    def handover(self, number: int) -> Handover:
+        return Handover()
+
+
+class _Following(Handover):
+    """The door of the block follows the calls of the child."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def is_open(self) -> bool:
+        return shared().is_open(self._number)
 
 
 class BindDoor(Broker):
@@ -145,3 +158,6 @@ class BindDoor(Broker):
 
     def why_not(self) -> str:
         return super().why_not() or facts()[0]
+
+    def handover(self, number: int) -> Handover:
+        return _Following(number)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     class Told(Protocol):
         def listening(self) -> None: ...
+        def is_open(self) -> bool: ...
         def over(self) -> None: ...
 
 
@@ -33,6 +34,9 @@ _TERM, _KILL, _CONT = 15, 9, 18
 
 # Between two looks at the ports, halved or doubled by chance; listening is noticed within two.
 _TICK = 0.001
+
+# How long bind-door mode may take to see that the child's last call is done.
+_UNTIL_SHUT = 2.0
 
 # How long to wait for a killed process to be gone: one that sits in a device driver may never be.
 _AFTER_KILL = 5.0
@@ -404,7 +408,11 @@ class Child:
                     raise self._ended(watch)
                 yield max(_TICK, 4 * (time.monotonic() - before)) * _jitter()
             took = self._elapsed()
-            self._handover.listening()  # nobody else gets in from here on; who is in comes next
+            self._handover.listening()
+            latest = time.monotonic() + _UNTIL_SHUT
+            while self._handover.is_open() and time.monotonic() < latest:
+                yield _TICK * _jitter()
+            # nobody else gets in from here on; who is in comes next
             yield 0.0
             self._check_owners(watch)
             self.listened_after = took

@@ -145,6 +145,21 @@ class _Door(Mode):
 _passed: set[int] = set()
 
 
+class _Passed(Handover):
+    """The child can set options on the very holds; what opens their door is taken back."""
+
+    def __init__(self, block: PortBlock) -> None:
+        self._block = block
+
+    def listening(self) -> None:
+        if self._block.state not in ("released", "closed"):
+            self._block.close_door()
+
+    def over(self) -> None:
+        if self._block.state not in ("released", "closed"):
+            _each(self._block, _hold_again)
+
+
 class _Descriptors(Mode):
     name = "fd"
     hint = "it binds its port by itself; pass handoff='auto', or tell it to use descriptor {fd}."
@@ -157,25 +172,60 @@ class _Descriptors(Mode):
         fds = block.filenos()
         _passed.add(id(block))
         if launch.listen:
-            _each(block, lambda sock: sock.listen(_BACKLOG))
+            _each(block, _listen)
         descriptors = {FIRST_DESCRIPTOR + index: fd for index, fd in enumerate(fds)}
-        return launch(descriptors=descriptors, listen_pid=True), Handover()
+        return launch(descriptors=descriptors, listen_pid=True), _Passed(block)
 
 
 _BACKLOG = 4096  # the kernel takes net.core.somaxconn if that is less
 
 
 def _each(block: PortBlock, act: Callable[[Any], None]) -> None:
-    """Do something to each TCP socket of a block."""
-    from _socket import SOCK_STREAM, socket  # what socket offers, without its 9 ms
+    """Do something to each socket of a block."""
+    from _socket import socket  # what socket offers, without its 9 ms
 
     for fd in block.filenos():
         sock = socket(fileno=os.dup(fd))
         try:
-            if sock.type == SOCK_STREAM:
-                act(sock)
+            act(sock)
         finally:
             sock.close()
+
+
+def _listen(sock: Any) -> None:
+    from _socket import SOCK_STREAM
+
+    if sock.type == SOCK_STREAM:
+        sock.listen(_BACKLOG)
+
+
+def _hold_again(sock: Any) -> None:
+    """Take back what lets others bind beside this socket."""
+    from _socket import (
+        SHUT_RD,
+        SO_ACCEPTCONN,
+        SO_REUSEADDR,
+        SO_REUSEPORT,
+        SOCK_STREAM,
+        SOL_SOCKET,
+    )
+
+    sock.setsockopt(SOL_SOCKET, SO_REUSEADDR, 0)
+    if not sock.getsockopt(SOL_SOCKET, SO_REUSEPORT):
+        return
+    sock.setsockopt(SOL_SOCKET, SO_REUSEPORT, 0)
+    if sock.type != SOCK_STREAM:
+        return
+    # The kernel's bucket of the port remembers SO_REUSEPORT until a socket without it listens.
+    listens = sock.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)
+    if listens:
+        sock.shutdown(SHUT_RD)
+    try:
+        sock.listen(_BACKLOG)
+    except OSError:
+        return  # somebody who joined the program listens there
+    if not listens:
+        sock.shutdown(SHUT_RD)
 
 
 def _stop_listening(block: PortBlock) -> None:
@@ -185,9 +235,10 @@ def _stop_listening(block: PortBlock) -> None:
     _passed.discard(id(block))
 
     def stop(sock: Any) -> None:
-        from _socket import SHUT_RD, SO_ACCEPTCONN, SOL_SOCKET
+        from _socket import SHUT_RD, SO_ACCEPTCONN, SOCK_STREAM, SOL_SOCKET
 
-        if sock.getsockopt(SOL_SOCKET, SO_ACCEPTCONN):
+        _hold_again(sock)
+        if sock.type == SOCK_STREAM and sock.getsockopt(SOL_SOCKET, SO_ACCEPTCONN):
             sock.shutdown(SHUT_RD)  # tcp_disconnect(): bound as before, and listening no more
 
     _each(block, stop)
@@ -677,6 +728,9 @@ class _Told(Handover):
         if not self._listening and self._handover is not None:
             self._listening = True
             self._handover.listening()
+
+    def is_open(self) -> bool:
+        return self._handover is not None and self._handover.is_open()
 
     def over(self) -> None:
         handover, self._handover = self._handover, None

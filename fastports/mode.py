@@ -62,5 +62,9 @@ class Handover:
     def listening(self) -> None:
         """The child was seen listening on all its ports. At most once, before :meth:`over`."""
 
+    def is_open(self) -> bool:
+        """Whether others may get in still, after :meth:`listening`; for milliseconds only."""
+        return False
+
     def over(self) -> None:
         """The child ended or was given up. Once."""

@@ -162,6 +162,27 @@ def test_c19_in_another_mode_the_sockets_are_holds_again_and_eat_no_connection(
             assert [who_answers(block.first) for _ in range(20)] == [child.pid] * 20
 
 
+def test_options_that_a_program_sets_on_its_socket_open_no_door_for_others(
+    block: fastports.PortBlock,
+) -> None:
+    code = "import socket, sys\ns = socket.socket(fileno=int(sys.argv[1]))\n"
+    code += "s.setsockopt(1, 2, 1); s.setsockopt(1, 15, 1)\n"
+    code += "if sys.argv[2] == 'listens': s.listen(); sys.stdin.read()"
+    argv = [sys.executable, "-ISc", code, "{fd}"]
+    with block.spawn([*argv, "ends"], handoff="fd", wait=None, stdin=PIPE) as child:
+        assert child.wait(20) == 0
+    assert entrances(block.first) == []
+    with block.spawn([*argv, "listens"], handoff="fd", stdin=PIPE):
+        assert not block_has(block, socket.SO_REUSEADDR)
+        assert [way for way in entrances(block.first) if not way[2]] == []
+    assert entrances(block.first) == []
+
+
+def block_has(block: fastports.PortBlock, option: int) -> bool:
+    with socket.fromfd(block.filenos()[0], socket.AF_INET6, socket.SOCK_STREAM) as sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, option))
+
+
 ASGI = """
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -283,3 +283,24 @@ def test_twenty_children_at_once_are_served_by_one_thread() -> None:
         child.stop()
     for block in blocks:
         block.release()
+
+
+BUSY = """
+import socket, sys
+s = socket.socket()
+s.setsockopt(1, 2, 1)
+s.bind(("", int(sys.argv[1])))
+s.listen()
+while True:  # nothing of /proc tells that a running thread has left its call
+    pass
+"""
+
+
+def test_when_a_bind_door_child_is_said_to_listen_its_door_is_shut(
+    block: fastports.PortBlock,
+) -> None:
+    for _ in range(5):
+        with block.spawn([sys.executable, "-ISc", BUSY, "{port}"], handoff="bind-door"):
+            with socket.fromfd(block.filenos()[0], socket.AF_INET6, socket.SOCK_STREAM) as hold:
+                assert hold.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 0
+            assert entrances(block.first) == []
