@@ -1,4 +1,4 @@
-# cython: language_level=3, freethreading_compatible=True, cdivision=True
+# cython: language_level=3, freethreading_compatible=True, cdivision=True, binding=False
 """Sockets, buffers and counts: draw a candidate, bind it, hold it.
 
 This module knows no range policy, no block and no retry, and keeps no state of its own. The hot
@@ -14,10 +14,12 @@ from cpython.buffer cimport (
     PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.long cimport PyLong_AsLongAndOverflow
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp, memcpy, memset
 from fastports._sys cimport *
 
 cdef extern from *:
@@ -84,17 +86,27 @@ cdef bint name_is_bound(int fd, sockaddr_un *address, int length) noexcept nogil
     return errno != ECONNREFUSED
 
 
+cdef char *write_number(char *at, long number, int base) noexcept nogil:
+    """Write a number in lower-case digits; where the next character goes."""
+    cdef char digits[20]
+    cdef int count = 0
+    while True:
+        digits[count] = b"0123456789abcdef"[number % base]
+        number //= base
+        count += 1
+        if number <= 0:
+            break
+    while count > 0:
+        count -= 1
+        at[0] = digits[count]
+        at += 1
+    return at
+
+
 cdef int marker_name(char *name, bint udp, int port) noexcept nogil:
     """``fastports/m/t/20417`` (``u`` for UDP); returns its length."""
-    cdef int length = 14, digits = 1, rest = port, i
     memcpy(name, b"fastports/m/u/" if udp else b"fastports/m/t/", 14)
-    while rest >= 10:
-        rest //= 10
-        digits += 1
-    for i in range(digits):
-        name[length + digits - 1 - i] = <char>(48 + port % 10)
-        port //= 10
-    return length + digits
+    return <int>(write_number(name + 14, port, 10) - name)
 
 
 cdef bint is_marked(int fd, bint udp, int port) noexcept nogil:
@@ -152,8 +164,7 @@ cdef int raise_errno(int error) except -1:
 
 # --- small files, addresses and limits --------------------------------------------------------------------
 
-def read_sysctl(bytes path not None):
-    """The text of a sysctl; None where it cannot be read."""
+cdef bytes read_small(const char *path):
     cdef char buffer[1024]
     cdef char *large
     cdef ssize_t count
@@ -177,6 +188,27 @@ def read_sysctl(bytes path not None):
     return text
 
 
+cdef bint reads_as(bytes path, object text):
+    """Whether ``path`` reads as ``text``; None: cannot be read."""
+    cdef char buffer[1024]
+    cdef ssize_t count
+    cdef int fd = open(<const char *>path, O_RDONLY | O_CLOEXEC)
+    if fd < 0:
+        return text is None
+    count = pread(fd, buffer, sizeof(buffer), 0)
+    close(fd)
+    if count >= <ssize_t>sizeof(buffer):
+        return read_small(path) == text
+    return text is not None and count == len(<bytes>text) and not memcmp(
+        buffer, <const char *><bytes>text, count
+    )
+
+
+def read_sysctl(bytes path not None):
+    """The text of a sysctl; None where it cannot be read."""
+    return read_small(path)
+
+
 def parse_address(str text not None):
     """``(family, packed address)`` of a numeric IPv4 or IPv6 address, or None if it is none."""
     cdef unsigned char packed[16]
@@ -194,6 +226,12 @@ def parse_address(str text not None):
     return None
 
 
+cdef long open_descriptors() noexcept nogil:
+    """The size of /proc/self/fd: the number of open descriptors from Linux 6.2 on; else 0 or -1."""
+    cdef c_stat info
+    return info.st_size if stat(b"/proc/self/fd", &info) == 0 else -1
+
+
 def descriptor_usage():
     """``(open, soft, hard)``: descriptors in use and RLIMIT_NOFILE; open is -1 where untold.
 
@@ -201,18 +239,16 @@ def descriptor_usage():
     before, the folder is read.
     """
     cdef rlimit limit
-    cdef c_stat info
-    cdef long used = -1
+    cdef long used
     if getrlimit(RLIMIT_NOFILE, &limit) != 0:
         raise_errno(errno)
-    if stat(b"/proc/self/fd", &info) == 0:
-        used = info.st_size
-        if used == 0:
-            import os
-            try:
-                used = len(os.listdir("/proc/self/fd")) - 1
-            except OSError:  # none left to read it through
-                used = -1
+    used = open_descriptors()
+    if used == 0:
+        import os
+        try:
+            used = len(os.listdir("/proc/self/fd")) - 1
+        except OSError:  # none left to read it through
+            used = -1
     return (
         used,
         <int>min(limit.rlim_cur, <unsigned long>0x7FFFFFFF),
@@ -232,9 +268,18 @@ cdef class Hold:
     cdef int *fds
     cdef int count
     cdef int entry
+    cdef bint given_back
 
     def __cinit__(self):
         self.entry = -1
+
+    def give_back(self):
+        """True for the first caller, who is to close this; False for everyone after."""
+        cdef bint before
+        with cython.critical_section(self):
+            before = self.given_back
+            self.given_back = True
+        return not before
 
     def __dealloc__(self):
         self.drop_sockets()
@@ -275,15 +320,57 @@ cdef class Hold:
         if error:
             raise_errno(error)
 
-    def record(self, bytes name not None):
-        """Bind the entry socket to an abstract name: 0, or the errno; -1 without a socket."""
+    def record(
+        self, bytes head not None, int first, int last, bytes middle not None, str label not None
+    ):
+        """Bind the entry socket to ``HEAD FIRST-LAST MIDDLE NOW/LABEL``, without the spaces.
+
+        ``NOW`` is in seconds of CLOCK_BOOTTIME, hexadecimal; where somebody has taken the name, up
+        to seven less. The label is cut to what fits, not inside a character. 0, or the errno; -1
+        without a socket.
+        """
+        return self.bind_entry(head, first, last, middle, label)
+
+    cdef int bind_entry(self, bytes head, int first, int last, bytes middle, str label) except? -1:
         cdef sockaddr_un address
-        if len(name) > NAME_MAX_BYTES:
-            raise ValueError(f"an abstract name has at most {NAME_MAX_BYTES} bytes")
-        cdef int length = set_abstract(&address, name, len(name))
+        cdef char *name = address.sun_path + 1
+        cdef char *cut
+        cdef timespec now
+        cdef Py_ssize_t size
+        cdef const char *text = PyUnicode_AsUTF8AndSize(label, &size)
+        cdef int length, attempt
+        if len(head) + len(middle) > NAME_MAX_BYTES - 28:  # two ports, the time, - and /
+            raise ValueError("no room for a label")
         if self.entry < 0:
             return -1
-        return 0 if bind(self.entry, <sockaddr *>&address, length) == 0 else errno
+        memset(&address, 0, sizeof(address))
+        address.sun_family = AF_UNIX
+        clock_gettime(CLOCK_BOOTTIME, &now)
+        for attempt in range(8):
+            cut = name
+            memcpy(cut, <char *>head, len(head))
+            cut += len(head)
+            cut = write_number(cut, first, 10)
+            cut[0] = c"-"
+            cut = write_number(cut + 1, last, 10)
+            memcpy(cut, <char *>middle, len(middle))
+            cut += len(middle)
+            cut = write_number(cut, now.tv_sec - attempt, 16)
+            cut[0] = c"/"
+            cut += 1
+            length = <int>(cut - name)
+            if size > NAME_MAX_BYTES - length:
+                size = NAME_MAX_BYTES - length
+                while size > 0 and text[size] & 0xC0 == 0x80:
+                    size -= 1
+            memcpy(cut, text, size)
+            length += <int>size
+            if bind(self.entry, <sockaddr *>&address,
+                    <socklen_t>(sizeof(sa_family_t) + 1 + length)) == 0:
+                return 0
+            if errno != EADDRINUSE:
+                break
+        return errno
 
     def mark(self, int protocols, int first, int count):
         """Bind a marker for each port and hold them, in an empty Hold: all or none.
@@ -416,6 +503,14 @@ cdef void put_all(uint64_t *bits, int low, int high) noexcept nogil:
     bits[last] |= tail
 
 
+cdef int count_all(const uint64_t *bits, int word, int last) noexcept nogil:
+    """How many bits are set in words word..last, inclusive."""
+    cdef int count = 0
+    for word in range(word, last + 1):
+        count += FP_POPCOUNT(bits[word])
+    return count
+
+
 # --- the search ----------------------------------------------------------------------------------
 
 @cython.final
@@ -454,7 +549,7 @@ cdef class Search:
     cdef int spare[2]
     cdef int unix_fd
     cdef int keep, kept_ports
-    # one allocation, cut into bitmaps of `words` words each
+    # one allocation, cut into bitmaps of `words` words each and two arrays
     cdef int words
     cdef uint64_t *busy_map
     cdef uint64_t *free_map
@@ -463,10 +558,12 @@ cdef class Search:
     cdef uint64_t *excluded_map
     cdef uint64_t *reuse_map     # ports where only TIME_WAIT is in the way
     cdef uint64_t *probed_map
+    cdef uint64_t *swapped_map   # where `order` was written to; elsewhere it is k at k
     cdef int *fds
     cdef uint16_t *order
     cdef int stage, drawn, candidates
     cdef bint given
+    cdef bint lined_up           # `order` has the live starts themselves
     cdef fp_bitgen *bitgen
     cdef object capsule
     cdef uint64_t random[4]
@@ -477,15 +574,18 @@ cdef class Search:
     cdef uint16_t early[EARLY + 1]
     cdef bint transient
     cdef bint brief
-    cdef list taken
+    cdef Hold taken_last
+    cdef list taken              # and those before
     cdef int running, paused
     cdef readonly int probed
     cdef readonly int busy
+    cdef readonly int taken_first
+    cdef readonly int reserved  # left out by Ground
     cdef readonly int marked
     cdef readonly int error_port
 
     def __cinit__(
-        self, int first, int last, int size, int protocols, address=None, *,
+        self, int first, int last, int size, int protocols, address=None,
         starts=None, bitgen=None, int keep=0,
     ):
         cdef size_t span
@@ -513,19 +613,23 @@ cdef class Search:
             self.kinds += 1
         self.keep = keep
         self.words = <int>((span + 63) >> 6)
-        self.order = <uint16_t *>malloc((span + 4) * sizeof(uint16_t))
-        maps = <uint64_t *>calloc(7 * self.words, sizeof(uint64_t))
-        self.busy_map = maps  # the first: what __dealloc__ frees
-        # fds[i] is valid where kept_map has i, so it needs no clearing
-        self.fds = <int *>malloc(span * self.kinds * sizeof(int))
-        if self.order == NULL or maps == NULL or self.fds == NULL:
+        maps = <uint64_t *>malloc(
+            8 * self.words * sizeof(uint64_t) + span * (self.kinds * sizeof(int) + sizeof(uint16_t))
+        )
+        if maps == NULL:
             raise MemoryError
+        self.busy_map = maps  # the first: what __dealloc__ frees
+        # only these need clearing: fds[i] is valid where kept_map has i, order where it was swapped
+        memset(maps, 0, 8 * self.words * sizeof(uint64_t))
+        self.fds = <int *>(maps + 8 * self.words)
+        self.order = <uint16_t *>(self.fds + span * self.kinds)
         self.free_map = maps + self.words
         self.kept_map = maps + 2 * self.words
         self.dead_map = maps + 3 * self.words
         self.excluded_map = maps + 4 * self.words
         self.reuse_map = maps + 5 * self.words
         self.probed_map = maps + 6 * self.words
+        self.swapped_map = maps + 7 * self.words
         self.address4.sin_family = AF_INET
         self.address6.sin6_family = AF_INET6
         if address is None:
@@ -561,23 +665,20 @@ cdef class Search:
     def __dealloc__(self):
         self.finish()
         free(self.busy_map)
-        free(self.order)
-        free(self.fds)
 
     # --- what the caller says and asks ---
 
     def exclude(self, int low, int high):
         """Leave ports low..high out; the number of ports of the range that this newly excludes."""
-        cdef int i, count = 0
+        cdef int before
         low = max(low - self.first, 0)
         high = min(high - self.first, self.span - 1)
         if low > high:
             return 0
-        for i in range(low, high + 1):
-            count += not has(self.excluded_map, i)
+        before = count_all(self.excluded_map, low >> 6, high >> 6)
         put_all(self.excluded_map, low, high)
         self.rule_out(low, high)
-        return count
+        return count_all(self.excluded_map, low >> 6, high >> 6) - before
 
     def allow_reuse(self, int port):
         """Take ``port`` although it is busy, if SO_REUSEADDR gets it (only TIME_WAIT is there)."""
@@ -626,6 +727,9 @@ cdef class Search:
         Anything but ``FOUND`` says that :meth:`run`, in a thread that may take its time, goes on
         from here, or comes to the same end.
         """
+        return self.step_briefly(budget)
+
+    cdef int step_briefly(self, int budget) except? -1000:
         cdef int status
         fp_store(&self.running, 1)
         with nogil:
@@ -634,6 +738,18 @@ cdef class Search:
             self.brief = False
             fp_store(&self.running, 0)
         return status
+
+    def find(self, bytes head not None, bytes middle not None, str label not None):
+        """:meth:`run_briefly`, :meth:`take` and :meth:`Hold.record` in one: a Hold, or None.
+
+        None: :meth:`run` goes on from here. ``taken_first`` is the first port of the block.
+        """
+        cdef Hold hold
+        if self.step_briefly(BATCH) != IS_FOUND:
+            return None
+        hold = self.take_found()
+        hold.bind_entry(head, self.taken_first, self.taken_first + self.size - 1, middle, label)
+        return hold
 
     @property
     def start(self):
@@ -648,10 +764,16 @@ cdef class Search:
     @property
     def longest_free(self):
         """The longest stretch of ports found free so far, in ports."""
-        cdef int i, run = 0, best = 0
-        for i in range(self.span):
-            run = run + 1 if has(self.free_map, i) else 0
-            best = max(best, run)
+        cdef int word, i, run = 0, best = 0
+        cdef uint64_t bits
+        for word in range(self.words):
+            bits = self.free_map[word]
+            if bits == 0:  # as in most of a full range
+                run = 0
+                continue
+            for i in range(64):
+                run = run + 1 if (bits >> i) & 1 else 0
+                best = max(best, run)
         return best
 
     def busy_ports(self):
@@ -661,6 +783,9 @@ cdef class Search:
 
     def take(self):
         """Hand over the block just found; the search goes on beside it when run again."""
+        return self.take_found()
+
+    cdef Hold take_found(self):
         cdef Hold hold = Hold.__new__(Hold)
         cdef int i, at
         if self.current < 0 or self.position < self.size:
@@ -678,16 +803,22 @@ cdef class Search:
         self.kept_ports -= self.size
         hold.entry = self.unix_fd
         self.unix_fd = -1
-        if self.taken is None:
-            self.taken = []
-        self.taken.append(hold)  # for abandon: a fork or a signal may come before it has an owner
+        # for abandon: a fork or a signal may come before it has an owner
+        if self.taken_last is not None:
+            if self.taken is None:
+                self.taken = []
+            self.taken.append(self.taken_last)
+        self.taken_last = hold
         put_all(self.excluded_map, self.current, self.current + self.size - 1)
         self.rule_out(self.current, self.current + self.size - 1)
+        self.taken_first = self.first + self.current
         self.current = -1
         return hold
 
     def close(self):
         """Close all that was not taken. Idempotent."""
+        if self.is_clean():  # as after most searches that found something
+            return
         while fp_load(&self.paused):  # a fork is about to be
             with nogil:
                 sched_yield()
@@ -722,8 +853,9 @@ cdef class Search:
         cdef Hold hold
         if forked:
             self.transient = False  # nothing to tell
-        for taken in self.taken or ():
-            hold = taken
+        for hold in (*(self.taken or ()), self.taken_last):
+            if hold is None:
+                continue
             hold.drop_sockets()
             hold.drop_entry()
         self.close()
@@ -798,21 +930,45 @@ cdef class Search:
     # --- drawing ---
 
     cdef void start_over(self) noexcept nogil:
-        self.stage = 0
-        self.drawn = 0
         self.current = -1
+        self.drawn = 0
         if not self.given:
-            self.candidates = self.span // self.size
-            self.fill_order()
+            self.begin_stage(0)
 
-    cdef void fill_order(self) noexcept nogil:  # order has room for three more
-        """0, 1, 2, ... four at a time."""
-        cdef uint64_t four = (<uint64_t>0x00030002 << 32) | 0x00010000
-        cdef uint64_t step = (<uint64_t>0x00040004 << 32) | 0x00040004
-        cdef int i
-        for i in range(0, self.candidates, 4):
-            memcpy(&self.order[i], &four, 8)  # little-endian, as x86-64 and aarch64 are
-            four += step
+    cdef void begin_stage(self, int stage) noexcept nogil:
+        """Stage 0: the aligned starts; stage 1: the others."""
+        self.stage = stage
+        self.drawn = 0
+        self.candidates = self.span // self.size
+        if stage == 1:
+            self.candidates = self.span - self.size + 1 - self.candidates
+        # A caller's generator is drawn for every start, dead or alive, so that a seed keeps its
+        # meaning. With our own, dead ones need no draw.
+        self.lined_up = self.bitgen == NULL and (stage == 1 or self.probed > 0)
+        if self.lined_up:
+            self.line_up()
+        else:
+            memset(self.swapped_map, 0, self.words * sizeof(uint64_t))
+
+    cdef void line_up(self) noexcept nogil:
+        """The live starts of the stage into ``order``, ascending."""
+        cdef int word, start, last = self.span - self.size
+        cdef uint64_t live
+        self.candidates = 0
+        for word in range((last >> 6) + 1):
+            live = ~self.dead_map[word]
+            if word == last >> 6:
+                live &= (~<uint64_t>0) >> (63 - (last & 63))
+            while live:
+                start = (word << 6) + FP_CTZ(live)
+                live &= live - 1
+                if (start % self.size == 0) == (self.stage == 0):
+                    self.order[self.candidates] = <uint16_t>start
+                    self.candidates += 1
+
+    cdef inline int at(self, int k) noexcept nogil:
+        """What ``order`` has at ``k``: written only where a draw swapped something in."""
+        return self.order[k] if self.lined_up or has(self.swapped_map, k) else k
 
     cdef uint32_t draw32(self) noexcept nogil:
         cdef uint64_t *s = self.random
@@ -864,15 +1020,11 @@ cdef class Search:
     cdef int next_start(self) noexcept nogil:
         """Index of the next start to look at, or -1 when all were drawn."""
         cdef int i, j, start
-        cdef uint16_t swap
         while True:
             if self.drawn >= self.candidates:
                 if self.given or self.stage == 1 or self.size == 1:
                     return -1
-                self.stage = 1
-                self.drawn = 0
-                self.candidates = self.span - self.size + 1 - self.span // self.size
-                self.fill_order()
+                self.begin_stage(1)
                 continue
             i = self.drawn
             self.drawn += 1
@@ -880,13 +1032,14 @@ cdef class Search:
                 start = self.order[i]
             else:
                 j = i + <int>self.below(<uint32_t>(self.candidates - i))
-                swap = self.order[j]
-                self.order[j] = self.order[i]
-                self.order[i] = swap
-                if self.stage == 0:
-                    start = swap * self.size
-                else:  # the k-th start that is no multiple of the size
-                    start = (swap // (self.size - 1)) * self.size + 1 + swap % (self.size - 1)
+                start = self.at(j)
+                self.order[j] = <uint16_t>self.at(i)  # i is not looked at again
+                if not self.lined_up:
+                    put(self.swapped_map, j)
+                    if self.stage == 0:
+                        start *= self.size
+                    else:  # the k-th start that is no multiple of the size
+                        start = (start // (self.size - 1)) * self.size + 1 + start % (self.size - 1)
             if not has(self.dead_map, start):
                 return start
 
@@ -1060,14 +1213,15 @@ cdef class Search:
 
     cdef void rebuild(self) noexcept nogil:
         """Work out anew which starts are dead, and how many ports are busy."""
-        cdef int i
+        cdef int word, i
+        cdef uint64_t bits
         memset(self.dead_map, 0, self.words * sizeof(uint64_t))
-        self.busy = 0
-        for i in range(self.span):
-            if has(self.busy_map, i):
-                self.busy += 1
-                self.rule_out(i, i)
-            elif has(self.excluded_map, i):
+        self.busy = count_all(self.busy_map, 0, self.words - 1)
+        for word in range(self.words):
+            bits = self.busy_map[word] | self.excluded_map[word]
+            while bits:
+                i = (word << 6) + FP_CTZ(bits)
+                bits &= bits - 1
                 self.rule_out(i, i)
 
     # --- searches that are in each other's way ---
@@ -1201,9 +1355,16 @@ cdef class Search:
         free(ports)
         return again
 
+    cdef bint is_clean(self) noexcept nogil:
+        """Whether there is nothing to close and nothing to tell."""
+        return (
+            self.kept_ports == 0 and not self.transient and self.beacon < 0 and self.unix_fd < 0
+            and self.spare[0] < 0 and self.spare[1] < 0
+        )
+
     cdef void finish(self) noexcept nogil:
         cdef int kind
-        if self.busy_map == NULL or self.fds == NULL:
+        if self.busy_map == NULL:
             return
         self.let_go()
         self.tell()
@@ -1218,6 +1379,77 @@ cdef class Search:
         if self.beacon >= 0:
             close(self.beacon)
             self.beacon = -2
+
+
+# --- searches of the same ground -----------------------------------------------------------------
+
+@cython.final
+cdef class Ground:
+    """Where searches look, for as long as the two sysctls that decided it read the same.
+
+    What the policy worked out once, so that a call that asks for nothing special need not again.
+
+    Parameters
+    ----------
+    sysctls
+        ``((path, text), (path, text))`` as :func:`read_sysctl` takes and gives them.
+    first, last, protocols, address
+        As for :class:`Search`.
+    cuts
+        Pairs of ports, inclusive, to leave out.
+    spare
+        Descriptors to leave to others; at most ``most`` are kept beyond a window.
+    """
+
+    cdef bytes one_path, other_path
+    cdef bytes one, other
+    cdef int first, last, protocols, spare, most
+    cdef object address
+    cdef tuple cuts
+
+    def __cinit__(
+        self, tuple sysctls not None, int first, int last, int protocols, address,
+        tuple cuts not None, int spare, int most,
+    ):
+        (self.one_path, self.one), (self.other_path, self.other) = sysctls
+        self.first, self.last, self.protocols = first, last, protocols
+        self.address = address
+        self.cuts = cuts
+        self.spare, self.most = spare, most
+
+    def begin(self, ports not None):
+        """A Search for as many ports in a row; None where the policy has to look itself.
+
+        That is where a sysctl has changed, ports or descriptors do not suffice, or their number
+        cannot be told quickly.
+        """
+        cdef Search search
+        cdef rlimit limit
+        cdef long used, needed, room
+        cdef int keep = 0, too_large
+        cdef long size = PyLong_AsLongAndOverflow(ports, &too_large)
+        if too_large or not (1 <= size <= self.last - self.first + 1 and reads_as(self.one_path, self.one)
+                and reads_as(self.other_path, self.other)):
+            return None
+        if size > 1:
+            used = open_descriptors()
+            # an entry, and the socket in hand
+            needed = size * (2 if self.protocols == 3 else 1) + 2
+            if used <= 0 or getrlimit(RLIMIT_NOFILE, &limit) != 0:
+                return None
+            room = <long>min(limit.rlim_cur, <unsigned long>0x7FFFFFFF) - used - needed
+            if room < 0:
+                return None
+            keep = <int>max(min(<long>self.most, (room - self.spare) // 2), <long>0)
+        search = Search.__new__(
+            Search, self.first, self.last, size, self.protocols, self.address, None, None, keep
+        )
+        if self.cuts:
+            for low, high in self.cuts:
+                search.reserved += search.exclude(low, high)
+            if not search.viable():
+                return None
+        return search
 
 
 # --- arrays of ports --------------------------------------------------------------------------------

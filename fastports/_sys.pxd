@@ -96,7 +96,7 @@ cdef extern from "<sys/stat.h>" nogil:
     int stat(const char *, c_stat *)
 
 cdef extern from "<time.h>" nogil:
-    int CLOCK_MONOTONIC
+    int CLOCK_BOOTTIME, CLOCK_MONOTONIC
 
     struct timespec:
         long tv_sec

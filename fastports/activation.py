@@ -193,11 +193,11 @@ def _as_block(socks: Sequence[socket], label: str) -> PortBlock | None:
         Hold.adopt([sock.detach() for sock in socks]),
         first,
         len(rows) // each,
-        protocol="both" if each == 2 else protocols[0],
-        host=host,
-        label="" if label in ("unknown", "fastports") else label,
-        metadata=None,
-        owner=registry.owner(),
+        "both" if each == 2 else protocols[0],
+        host,
+        "" if label in ("unknown", "fastports") else label,
+        None,
+        registry.names()[0],
     )
     registry.claim([block])
     return block

@@ -10,8 +10,8 @@ import os
 import time
 
 from . import ranges
-from ._core import BUSY, EXHAUSTED, FOUND, Search, check_ports, descriptor_usage
-from .block import PROTOCOLS, PortBlock, searched, searching, watch_forks
+from ._core import BUSY, EXHAUSTED, FOUND, Ground, Search, check_ports, descriptor_usage
+from .block import PROTOCOLS, PortBlock, _forking, _searching, searched, searching, watch_forks
 from .errors import (
     AllocationTimeout,
     DescriptorLimit,
@@ -19,7 +19,7 @@ from .errors import (
     PortsUnavailable,
     PrivilegedPort,
 )
-from .host import HostRegistry
+from .host import HEADS, HostRegistry, address_part
 from .ranges import PortRange
 from .request import (
     Request,
@@ -114,7 +114,7 @@ class Patience:
                 attempts=self._attempts,
                 **facts_of(refusal),
             ) from refusal
-        self._request.recorded = set()  # others may have given back what they had recorded
+        self._request.recorded = frozenset()  # others may have given back what they had recorded
         jitter = (int.from_bytes(os.urandom(2), "little") + 1) / 65536
         pause: float = min(self._cap, self._base * 2 ** min(self._attempts, 30)) * jitter
         return min(pause, self.deadline - now)
@@ -187,13 +187,18 @@ class Allocator:
         self._host = host
         self._address = check_address(host)
         self._protocol = check_protocol(protocol)
+        self._bits = PROTOCOLS[self._protocol]
         self._rng = check_generator(rng)
         self._retry = check_retry(retry)
         self._include_reserved = include_reserved
         self._entries = HostRegistry()
         self._warned: set[str] = set()
         # sysctl texts and the plan they gave: parsing is most of the cost of reading them
-        self._planned: tuple[object, ranges.Plan] | None = None
+        self._planned: tuple[object, object, ranges.Plan] | None = None
+        # the same for the calls that name no range, in the core's terms
+        self._ground: Ground | None = None
+        self._head = HEADS[self._protocol]
+        self._at = address_part(self._address)
 
     def __repr__(self) -> str:
         where = "default range" if self._range is None else str(self._range)
@@ -262,8 +267,24 @@ class Allocator:
         RegistryError
             From the cluster registry, if there is one; nothing is held then.
         """
-        if type(size) is not int or not 1 <= size <= 65535:
-            size = check_size(size)
+        ground = self._ground
+        if (
+            ground is not None
+            and type(size) is int
+            and range is None
+            and protocol is None
+            and host is _UNSET
+            and timeout is None
+            and metadata is None
+            and rng is None
+            and candidates is None
+        ):  # nothing but the allocator's settings: as worked out before
+            if label != "":
+                check_label(label)
+            search = ground.begin(size)
+            if search is not None:
+                return self._search_again(search, size, label)
+        size = check_size(size)
         request = self._request(size, range, protocol, host, label, metadata, rng, candidates)
         if timeout is None:
             return self._attempt(request, None)
@@ -365,7 +386,7 @@ class Allocator:
         bad = check_ports(ports, 1, 65535, False)
         if bad >= 0:
             raise bad_array(candidates, "candidates", f"item {bad} is {ports[bad]}")
-        bits = PROTOCOLS[self._protocol if protocol is None else check_protocol(protocol)]
+        bits = self._bits if protocol is None else PROTOCOLS[check_protocol(protocol)]
         address = self._address if isinstance(host, _Unset) else check_address(host)
         import numpy as np  # 84 ms, for the arrays of this call's contract
 
@@ -400,26 +421,29 @@ class Allocator:
     ) -> Request:
         request = Request()
         request.size = size
-        request.exact = exact
-        request.protocol = self._protocol if protocol is None else check_protocol(protocol)
-        request.bits = PROTOCOLS[request.protocol]
-        if isinstance(host, _Unset):
+        if protocol is None:
+            request.protocol = self._protocol
+            request.bits = self._bits
+        else:
+            request.protocol = check_protocol(protocol)
+            request.bits = PROTOCOLS[request.protocol]
+        if host is _UNSET:
             request.host = self._host
             request.address = self._address
         else:
-            request.host = host
+            request.host = host  # type: ignore[assignment]
             request.address = check_address(host)
-        request.label = label if label == "" else check_label(label)
-        request.metadata = None if metadata is None else check_metadata(metadata)
-        request.rng = self._rng if rng is None else check_generator(rng)
-        request.starts = None
-        request.reserved = 0
-        request.denied = 0
-        request.recorded = set()
+        if label != "":
+            request.label = check_label(label)
+        if metadata is not None:
+            request.metadata = check_metadata(metadata)
+        if rng is not None or self._rng is not None:
+            request.rng = self._rng if rng is None else check_generator(rng)
         named = self._range if range is None else PortRange(range)
         if exact:
             assert named is not None
-            request.first, request.last, request.cuts = named.first, named.last, ()
+            request.exact = True
+            request.first, request.last = named.first, named.last
         elif candidates is not None:
             self._take_candidates(request, candidates, named, rng)
         else:
@@ -475,25 +499,31 @@ class Allocator:
             raise bad_array(candidates, "candidates", why)
         request.starts = starts
         request.first, request.last = min(starts), max(starts) + request.size - 1
-        request.cuts = ()
 
     def _plan(self, named: PortRange | None) -> ranges.Plan:
         """The range to search under the sysctls of this moment, in this network namespace."""
-        reserved = b"" if self._include_reserved else ranges.read_reserved()
-        key = (named, ranges.read_ephemeral(), reserved)
+        texts = ranges.read_both()
         planned = self._planned
-        if planned is not None and planned[0] == key:
-            plan = planned[1]
+        if planned is not None and planned[0] == texts and planned[1] == named:
+            plan = planned[2]
             # the fallback range depends on one more sysctl, and is not worth remembering
             if named is not None or plan.first == ranges.DEFAULT_FIRST:
                 return plan
-        ephemeral = ranges.parse_ephemeral(key[1])
-        pairs = ranges.parse_reserved(reserved)
+        ephemeral = ranges.parse_ephemeral(texts[0][1])
+        pairs = () if self._include_reserved else ranges.parse_reserved(texts[1][1])
         if named is None:
             plan = ranges.default_plan(ephemeral, pairs)
         else:
             plan = ranges.explicit_plan(named.first, named.last, ephemeral, pairs)
-        self._planned = key, plan
+        self._planned = texts, named, plan
+        if named is self._range and self._registry is None and self._rng is None:
+            self._ground = None
+            watch_forks()
+            if named is not None or plan.first == ranges.DEFAULT_FIRST:
+                self._ground = Ground(
+                    texts, plan.first, plan.last, self._bits, self._address, plan.cuts,
+                    _HEADROOM, _KEEP,
+                )  # fmt: skip
         return plan
 
     def _sizes(self, sizes: object) -> dict[str, int]:
@@ -558,6 +588,29 @@ class Allocator:
                 pause = patience.after(exc)
             time.sleep(pause)
 
+    def _search_again(self, search: Search, size: int, label: str) -> PortBlock:
+        """A block of the allocator's own ground: at once, or by :meth:`_attempt`."""
+        _searching.add(search)  # forks are watched since the ground was laid out
+        if _forking:
+            search.pause()
+        try:
+            process, middle = self._entries.names()
+            hold = search.find(self._head, self._at + middle if self._at else middle, label)
+            if hold is not None:
+                return self._block(
+                    hold, search.taken_first, size, self._protocol, self._host, label, None, process
+                )
+            request = self._request(size, None, None, _UNSET, label, None, None, None)
+            if request.cuts:
+                request.reserved = search.reserved
+            return self._attempt(request, None, search)
+        except BaseException:
+            search.abandon()
+            raise
+        finally:
+            search.close()
+            searched(search)
+
     def _attempt(
         self, request: Request, deadline: float | None, search: Search | None = None
     ) -> PortBlock:
@@ -571,6 +624,9 @@ class Allocator:
         try:
             while True:
                 block = self._find(search, request, request.size, request.label)
+                if self._registry is None:
+                    self._entries.claim((block,))
+                    return block
                 taken = self._claim([block], request, deadline)
                 if not taken:
                     return block
@@ -601,26 +657,25 @@ class Allocator:
             size,
             request.bits,
             request.address,
-            starts=request.starts,
-            bitgen=None if rng is None else rng.bit_generator.capsule,
-            keep=keep,
+            request.starts,
+            None if rng is None else rng.bit_generator.capsule,
+            keep,
         )
-        reserved = 0
-        for low, high in request.cuts:
-            reserved += search.exclude(low, high)
-        request.reserved = reserved
-        if reserved and not search.viable():
+        if request.cuts:
+            request.reserved = sum(search.exclude(low, high) for low, high in request.cuts)
+        if request.reserved and not search.viable():
             raise InvalidRequest(
                 f"no {size} contiguous ports of {request.range} are left beside"
-                f" net.ipv4.ip_local_reserved_ports and the ephemeral range ({reserved} ports)."
+                f" net.ipv4.ip_local_reserved_ports and the ephemeral range"
+                f" ({request.reserved} ports)."
                 " Choose another range=, name the ports with reserve(), or pass"
                 " include_reserved=True.",
                 argument="range",
                 value=request.range,
             )
-        for port in request.recorded:
-            search.exclude(port, port)
-        watch_forks()
+        if request.recorded:
+            for port in request.recorded:
+                search.exclude(port, port)
         searching(search)
         return search
 
@@ -657,11 +712,11 @@ class Allocator:
                     search.take(),
                     first,
                     size,
-                    protocol=request.protocol,
-                    host=request.host,
-                    label=label,
-                    metadata=request.metadata,
-                    owner=self._entries.owner(),
+                    request.protocol,
+                    request.host,
+                    label,
+                    request.metadata,
+                    self._entries.names()[0],
                 )
             if status == EXHAUSTED:
                 try:
@@ -718,7 +773,6 @@ class Allocator:
     ) -> int:
         """Probe ``ports`` of first..last into ``states``; 0 or an errno."""
         search = Search(first, last, 1, bits, address)
-        watch_forks()
         searching(search)
         try:
             return search.probe(ports, states)
@@ -829,8 +883,7 @@ class Allocator:
     @staticmethod
     def _exactly(request: Request, first: int, size: int) -> Request:
         exact = Request()
-        for name in Request.__slots__:
-            setattr(exact, name, getattr(request, name))
+        vars(exact).update(vars(request))
         exact.first, exact.last, exact.size = first, first + size - 1, size
         exact.cuts, exact.exact = (), True
         return exact

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import allocate_lock
 from _weakref import ref  # what weakref.ref is; the module around it costs 0.9 ms at import
+from os import getpid
 
 from ._core import TCP, UDP, Hold
 from .errors import BlockReleased, NotOwner, PortsUnavailable
+from .registry import Owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
     from ._core import Search
     from .handoff import Child
-    from .registry import Owner
 
     class Releaser(Protocol):
         def release(self, blocks: Sequence[PortBlock]) -> None: ...
@@ -46,6 +48,7 @@ _live: dict[int, ref[PortBlock]] = {}
 _searching: set[Search] = set()
 _forking: list[bool] = []
 _watching_forks: list[bool] = []
+_naming = allocate_lock()
 
 
 def watch_forks() -> None:
@@ -57,13 +60,14 @@ def watch_forks() -> None:
 
 def searching(search: Search) -> None:
     """Remember a search until :func:`searched`, for a fork in between."""
+    if not _watching_forks:
+        watch_forks()
     _searching.add(search)
     if _forking:  # another hook let this thread run in between
         search.pause()
 
 
-def searched(search: Search) -> None:
-    _searching.discard(search)
+searched = _searching.discard
 
 
 def _halt() -> None:
@@ -108,8 +112,6 @@ class PortBlock:
         ``"tcp"``, ``"udp"`` or ``"both"``.
     label
         As given to the call that made the block.
-    owner
-        The process that made it, and the block's token.
 
     Notes
     -----
@@ -120,8 +122,8 @@ class PortBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_hold", "_markers", "_metadata", "_registry", "_served", "_turn", "first",
-        "host", "label", "last", "owner", "protocol",
+        "__weakref__", "_hold", "_markers", "_metadata", "_owner", "_process", "_registry",
+        "_served", "first", "host", "label", "last", "protocol",
     )  # fmt: skip
 
     first: int
@@ -129,32 +131,30 @@ class PortBlock:
     host: str | None
     protocol: str
     label: str
-    owner: Owner
+    _owner: Owner
 
     def __init__(
         self,
         hold: Hold,
         first: int,
         size: int,
-        *,
         protocol: str,
         host: str | None,
         label: str,
         metadata: Mapping[str, object] | None,
-        owner: Owner,
+        process: tuple[int, int],
     ) -> None:
         self._hold = hold
         self._markers: Hold | None = None
         self._metadata = metadata
         self._registry: Releaser | None = None
         self._served: Callable[[], None] | None = None  # called before the sockets close
-        self._turn = [True]  # taken by who releases
+        self._process = process  # pid and start time
         self.first = first
         self.last = first + size - 1
         self.host = host
         self.protocol = protocol
         self.label = label
-        self.owner = owner
         _live[id(self)] = ref(self)
 
     # --- looking ---
@@ -163,6 +163,17 @@ class PortBlock:
     def ports(self) -> range:
         """The ports as a range, ascending."""
         return range(self.first, self.last + 1)
+
+    @property
+    def owner(self) -> Owner:
+        """The process that made the block, and the block's token."""
+        try:
+            return self._owner
+        except AttributeError:  # most blocks are never asked
+            with _naming:  # two threads must not name two owners
+                if not hasattr(self, "_owner"):
+                    self._owner = Owner(*self._process)
+                return self._owner
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -218,7 +229,7 @@ class PortBlock:
             parts.append(f"host={self.host!r}")
         if self.label:
             parts.append(f"label={self.label!r}")
-        parts.append(self.state if self.owner.pid == os.getpid() else f"of pid {self.owner.pid}")
+        parts.append(self.state if self._process[0] == getpid() else f"of pid {self._process[0]}")
         return f"<PortBlock {' '.join(parts)}>"
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -310,25 +321,28 @@ class PortBlock:
         NotOwner
             In another process than the one that made the block (after a fork).
         """
-        if self.owner.pid != os.getpid():
+        if self._process[0] != getpid():
             raise self._not_owner()
         self._release()
 
     def _release(self, *, finalizing: bool = False) -> None:
-        try:
-            self._turn.pop()  # atomic: one caller wins
-        except IndexError:
+        hold = self._hold
+        if hold is None or not hold.give_back():
             return
         try:
             registry = self._registry
-            if registry is None:
-                pass
-            elif finalizing:  # inside any code of the process: nothing that waits or locks
-                registry.release_later([self])
-            else:
-                registry.release([self])
+            if registry is not None:
+                if finalizing:  # inside any code of the process: nothing that waits or locks
+                    registry.release_later([self])
+                else:
+                    registry.release([self])
         finally:
-            self._close_copies()
+            if self._served is not None:
+                self._unserve()
+            hold.close()
+            self._hold = None  # type: ignore[assignment]
+            if self._markers is not None:  # looked for last, as close_holds looks for the hold
+                self._close_copies()
             _live.pop(id(self), None)  # last: what is open must be known to a fork at any moment
 
     def _unserve(self) -> None:
@@ -337,14 +351,16 @@ class PortBlock:
             served()
 
     def _close_copies(self) -> None:
-        self._unserve()
-        hold, markers = self._hold, self._markers
+        if self._served is not None:
+            self._unserve()
+        hold = self._hold
         if hold is not None:
             hold.close()
+            self._hold = None  # type: ignore[assignment]
+        markers = self._markers  # now: another thread that marks looks for the hold at last
         if markers is not None:
             markers.close()
-        self._hold = None  # type: ignore[assignment]
-        self._markers = None
+            self._markers = None
 
     def __enter__(self) -> PortBlock:
         self._acting()
@@ -352,14 +368,17 @@ class PortBlock:
 
     def __exit__(self, *exc: object) -> None:
         # a forked child leaves the statement too, and must not hide its own way out
-        if self.owner.pid == os.getpid():
+        if self._process[0] == getpid():
             self._release()
 
     def __del__(self) -> None:
         # Half-made objects, and interpreters that are going down, have nothing to tell.
-        if getattr(self, "_hold", None) is None or os is None:
+        try:
+            if self._hold is None or os is None:
+                return
+        except AttributeError:
             return
-        if self.owner.pid == os.getpid() and not sys.is_finalizing():
+        if self._process[0] == getpid() and not sys.is_finalizing():
             import warnings  # loaded by then in all but the smallest programs
 
             warnings.warn(
@@ -369,7 +388,7 @@ class PortBlock:
                 source=self,
                 stacklevel=2,
             )
-        if self.owner.pid == os.getpid():
+        if self._process[0] == getpid():
             self._release(finalizing=True)
         else:  # forked by other means than os.fork: the owner's record is the owner's
             _live.pop(id(self), None)
@@ -377,7 +396,7 @@ class PortBlock:
 
     def _acting(self) -> Hold:
         """The hold, for a method that acts on it: only in the owner, only before release."""
-        if self.owner.pid != os.getpid():
+        if self._process[0] != getpid():
             raise self._not_owner()
         hold = self._hold
         if hold is None:
@@ -390,9 +409,9 @@ class PortBlock:
 
     def _not_owner(self) -> NotOwner:
         return NotOwner(
-            f"ports {self.first}-{self.last} belong to process {self.owner.pid}, not to its forked"
-            f" child {os.getpid()}: the child may read the block, the parent acts on it. Allocate"
-            " in the child what the child needs.",
-            owner=self.owner.pid,
-            caller=os.getpid(),
+            f"ports {self.first}-{self.last} belong to process {self._process[0]}, not to its"
+            f" forked child {getpid()}: the child may read the block, the parent acts on it."
+            " Allocate in the child what the child needs.",
+            owner=self._process[0],
+            caller=getpid(),
         )

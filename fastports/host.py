@@ -16,10 +16,11 @@ is read back from ``/proc/net/unix``. Anybody may bind any name: what is read is
 from __future__ import annotations
 
 import os
-import time
+from os import getpid
+from time import CLOCK_BOOTTIME, clock_gettime
 
 from ._core import parse_address
-from .registry import Entry, Owner
+from .registry import Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostRegistry", "entries", "process_start"]
 
-_LETTERS = {"tcp": "t", "udp": "u", "both": "b"}
-_PROTOCOLS = {letter: protocol for protocol, letter in _LETTERS.items()}
+#: How the name of an entry begins, for each protocol.
+HEADS = {"tcp": b"fastports/t/", "udp": b"fastports/u/", "both": b"fastports/b/"}
+_PROTOCOLS = {"t": "tcp", "u": "udp", "b": "both"}
 _NAME_BYTES = 107  # sizeof(sun_path) less the leading NUL (unix(7))
 _PREFIX = b"@fastports/"
 
@@ -52,23 +54,25 @@ def process_start(pid: int | str = "self") -> int | None:
     return int(text[text.rindex(b")") + 2 :].split()[19])
 
 
+def address_part(address: tuple[int, bytes] | None) -> bytes:
+    """How an entry has the one address that is held."""
+    return b"" if address is None else b"@" + address[1].hex().encode()
+
+
 class HostRegistry:
     """Writes an entry for each block of this process. Needs no service; cannot fail a claim."""
 
     def __init__(self) -> None:
-        self._self = (0, 0, "")
+        # pid and start time, and how an entry has them
+        self._self = (0, 0), b""
 
-    def owner(self) -> Owner:
-        """This process, as an owner with a token of its own."""
-        pid, start, _ = self._identity()
-        return Owner(pid, start)
-
-    def _identity(self) -> tuple[int, int, str]:
-        pid = os.getpid()
-        if self._self[0] != pid:  # first use, or first use in a forked child
-            start = process_start() or 0
-            self._self = (pid, start, f"/{pid:x}/{start:x}/")
-        return self._self
+    def names(self) -> tuple[tuple[int, int], bytes]:
+        """Pid and start time of this process, and how an entry has them; read once."""
+        known = self._self
+        if known[0][0] != getpid():  # first use, or first use in a forked child
+            pid, start = getpid(), process_start() or 0
+            known = self._self = (pid, start), b"/%x/%x/" % (pid, start)
+        return known
 
     def claim(
         self,
@@ -82,20 +86,11 @@ class HostRegistry:
         A block whose name somebody has taken on purpose, or for which there are no UNIX sockets,
         goes without an entry; it is held all the same.
         """
-        middle = self._identity()[2]
-        now = int(time.clock_gettime(time.CLOCK_BOOTTIME))
+        middle = self.names()[1]
         for block in blocks:
-            at = ""
-            if block.host is not None:
-                parsed = parse_address(block.host)
-                at = "@" + parsed[1].hex() if parsed is not None else ""
-            head = f"fastports/{_LETTERS[block.protocol]}/{block.first}-{block.last}{at}{middle}"
-            for attempt in range(8):
-                name = f"{head}{now - attempt:x}/{block.label}".encode()
-                if len(name) > _NAME_BYTES:  # cut the label, not inside a character
-                    name = name[:_NAME_BYTES].decode(errors="ignore").encode()
-                if block._hold.record(name) <= 0:
-                    break
+            at = b"" if block.host is None else address_part(parse_address(block.host))
+            head = HEADS[block.protocol]
+            block._hold.record(head, block.first, block.last, at + middle, block.label)
         return ()
 
     def release(self, blocks: Sequence[Recordable]) -> None:
@@ -131,7 +126,7 @@ def entries() -> Iterator[Entry]:
     """
     with open("/proc/thread-self/net/unix", "rb") as file:
         text = file.read()
-    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    now = clock_gettime(CLOCK_BOOTTIME)
     alive: dict[tuple[int, int], bool | None] = {}
     found = []
     for line in text.split(b"\n"):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["PortRange"]
 
 _SYSCTL = b"/proc/sys/net/ipv4/"
+_EPHEMERAL = _SYSCTL + b"ip_local_port_range"
+_RESERVED = _SYSCTL + b"ip_local_reserved_ports"
 # What the kernel starts with where /proc cannot be read (ip-sysctl.rst).
 _DEFAULT_EPHEMERAL = b"32768\t60999\n"
 _DEFAULT_UNPRIVILEGED_START = b"1024\n"
@@ -154,23 +156,28 @@ def _ends(spec: object, last: object) -> tuple[int, int]:
 
 def read_ephemeral() -> bytes:
     """``net.ipv4.ip_local_port_range`` of the calling thread's network namespace, as text."""
-    return read_sysctl(_SYSCTL + b"ip_local_port_range") or _DEFAULT_EPHEMERAL
+    return read_sysctl(_EPHEMERAL) or _DEFAULT_EPHEMERAL
 
 
 def read_reserved() -> bytes:
     """``net.ipv4.ip_local_reserved_ports`` of the calling thread's network namespace, as text."""
-    return read_sysctl(_SYSCTL + b"ip_local_reserved_ports") or b"\n"
+    return read_sysctl(_RESERVED) or b"\n"
 
 
-def parse_ephemeral(text: bytes) -> tuple[int, int]:
-    low, high = text.split()
+def read_both() -> tuple[tuple[bytes, bytes | None], tuple[bytes, bytes | None]]:
+    """The ephemeral range and the reserved ports, each after its path; None for what is unread."""
+    return (_EPHEMERAL, read_sysctl(_EPHEMERAL)), (_RESERVED, read_sysctl(_RESERVED))
+
+
+def parse_ephemeral(text: bytes | None) -> tuple[int, int]:
+    low, high = (text or _DEFAULT_EPHEMERAL).split()
     return int(low), int(high)
 
 
-def parse_reserved(text: bytes) -> tuple[tuple[int, int], ...]:
+def parse_reserved(text: bytes | None) -> tuple[tuple[int, int], ...]:
     """``b"8080,9148-9150"`` as inclusive pairs."""
     pairs = []
-    for part in text.strip().split(b","):
+    for part in (text or b"").strip().split(b","):
         if part:
             low, _, high = part.partition(b"-")
             pairs.append((int(low), int(high or low)))

@@ -21,27 +21,23 @@ _METADATA_BYTES = 4096
 class Request:
     """One validated call: plain facts, nothing bound yet."""
 
-    __slots__ = (
-        "address", "bits", "cuts", "denied", "exact", "first", "host", "label", "last",
-        "metadata", "protocol", "recorded", "reserved", "rng", "size", "starts",
-    )  # fmt: skip
-
+    # defaults in the class: most calls set few of them
     size: int
     first: int
     last: int
-    cuts: tuple[tuple[int, int], ...]
-    exact: bool
+    cuts: tuple[tuple[int, int], ...] = ()
+    exact = False
     protocol: str
     bits: int
     host: str | None
     address: tuple[int, bytes] | None
-    label: str
-    metadata: Mapping[str, object] | None
-    rng: numpy.random.Generator | None
-    starts: Any
-    reserved: int
-    denied: int
-    recorded: set[int]
+    label = ""
+    metadata: Mapping[str, object] | None = None
+    rng: numpy.random.Generator | None = None
+    starts: Any = None
+    reserved = 0
+    denied = 0
+    recorded: frozenset[int] = frozenset()
 
     @property
     def range(self) -> str:
