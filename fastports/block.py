@@ -327,23 +327,35 @@ class PortBlock:
 
     def _release(self, *, finalizing: bool = False) -> None:
         hold = self._hold
-        if hold is None or not hold.give_back():
+        if hold is None:
             return
+        if self._registry is not None:
+            self._release_recorded(hold, self._registry, finalizing)
+        elif hold.give_back():
+            self._let_go(hold)
+
+    def _release_recorded(self, hold: Hold, registry: Releaser, finalizing: bool) -> None:
         try:
-            registry = self._registry
-            if registry is not None:
-                if finalizing:  # inside any code of the process: nothing that waits or locks
-                    registry.release_later([self])
-                else:
-                    registry.release([self])
-        finally:
-            if self._served is not None:
-                self._unserve()
-            hold.close()
-            self._hold = None  # type: ignore[assignment]
-            if self._markers is not None:  # looked for last, as close_holds looks for the hold
-                self._close_copies()
-            _live.pop(id(self), None)  # last: what is open must be known to a fork at any moment
+            if not hold.give_back():
+                return
+            if finalizing:  # inside any code of the process: nothing that waits or locks
+                registry.release_later([self])
+            else:
+                registry.release([self])
+            self._let_go(hold)
+        except BaseException:  # an interrupt, at any point: the ports go, so the record must
+            registry.release_later([self])
+            self._let_go(hold)
+            raise
+
+    def _let_go(self, hold: Hold) -> None:
+        if self._served is not None:
+            self._unserve()
+        hold.close()
+        self._hold = None  # type: ignore[assignment]
+        if self._markers is not None:  # looked for last, as close_holds looks for the hold
+            self._close_copies()
+        _live.pop(id(self), None)  # last: what is open must be known to a fork at any moment
 
     def _unserve(self) -> None:
         served, self._served = self._served, None

@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, RegistryError, RegistryTimeout
 from ..retry import Retry
 from . import txn
 from .connection import Call, Connection, Credentials, parse_endpoints
-from .keys import Identity, Record, check_word, network_identity
+from .keys import Identity, Record, check_word, key, network_identity
 from .session import Session
 
 __all__ = ["EtcdRegistry"]
@@ -244,9 +244,9 @@ class EtcdRegistry:
     def _claim(
         self, session: Session, records: list[Record], search: tuple[int, int], call: Call
     ) -> Collection[int]:
-        session.add(records)
         sent = False
         try:
+            session.add(records)
             prefixes = txn.read_prefixes(records, self.namespace)
             strays: Sequence[bytes] = ()
             # Each turn but the last ends because something changed: the lease, or what is known
@@ -282,17 +282,14 @@ class EtcdRegistry:
                     ):
                         session.confirm(records, lease)
                         return ()
-                    # Keys of ours for ports that we hold anew: a release that is still to reach
-                    # etcd. Hurry it, then ask again.
-                    with session.lock:
-                        doomed = list(session.doomed.values())
-                    self.retry.call(
-                        lambda doomed=doomed: session.remove(doomed, call),  # type: ignore[misc]
+                    # Keys of ours for ports that we hold anew: a release, or a claim broken off, is
+                    # still to reach etcd or did so late. Clear them away, then ask again.
+                    names = {key(start, port) for start, port in mine}
+                    if not self.retry.call(
+                        lambda names=names: session.clear(names, call),  # type: ignore[misc]
                         deadline=call.deadline,
-                    )
-                    if not doomed:
-                        session.suspect()
-                        return self._foreign(found, records, search)
+                    ):
+                        return self._refused(session, records, found, search, call)
                     continue
                 if mine:
                     return self._refused(session, records, found, search, call)

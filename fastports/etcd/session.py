@@ -33,6 +33,8 @@ CLOSING_PATIENCE = 1.0
 #: Keys written in one transaction when records are restored.
 BATCH = 2048
 
+NEVER = float("inf")
+
 _STOP = "stop"
 _CLOSE = "close"
 _WAKE = "wake"
@@ -45,6 +47,11 @@ def boot_clock() -> float:
 
 def fraction() -> float:
     return int.from_bytes(os.urandom(4), "big") / 2.0**32
+
+
+def later(looks: int) -> float:
+    """Seconds until the next look for what arrives late: about half, then two, then eight."""
+    return float(0.125 * 4.0 ** min(looks, 3) * (0.75 + 0.5 * fraction()))
 
 
 class Session:
@@ -80,7 +87,10 @@ class Session:
         self.reachable = True
         self.failures = 0
         self.complained = False
+        # How often etcd is still to be compared with what we hold, when next, how often it was.
         self.checks = 0
+        self.look = NEVER
+        self.looks = 0
         self.due = 0.0
         self.history = (0, 0, 0)
         self.closed = False
@@ -107,8 +117,9 @@ class Session:
         return answer
 
     def suspect(self, checks: int = 1) -> None:
-        """Have the thread compare etcd with what we hold, now and at the next keepalives."""
+        """Have the thread compare etcd with what we hold, now and so often again soon."""
         self.checks = max(self.checks, checks)
+        self.look = 0.0
         self.mail.put(_WAKE)
 
     # -- the lease -------------------------------------------------------------------------------
@@ -214,9 +225,10 @@ class Session:
     def drop(self, records: Iterable[Record]) -> list[Record]:
         """Take records off the books; the ones that were there, now awaiting removal."""
         with self.lock:
-            found = [r for r in records if self.records.pop(r.token, None) is not None]
-            for record in found:
+            found = [r for r in records if r.token in self.records]
+            for record in found:  # never on neither list: an interrupt may come at any point
                 self.doomed[record.token] = record
+                self.records.pop(record.token, None)
         return found
 
     def forget(self, records: Iterable[Record]) -> None:
@@ -260,6 +272,19 @@ class Session:
                 for record in batch:
                     self.doomed.pop(record.token, None)
 
+    def clear(self, names: set[bytes], call: Call) -> bool:
+        """Remove what is nobody's: the doomed records, and keys of ours without one at ``names``.
+
+        Returns
+        -------
+        bool
+            Whether there was anything.
+        """
+        with self.lock:
+            doomed = list(self.doomed.values())
+        self.remove(doomed, call)
+        return self._purge(names, call) > 0 or bool(doomed)
+
     def release(self, records: Sequence[Record]) -> None:
         found = self.drop(records)
         if not found or self.closed:
@@ -299,7 +324,9 @@ class Session:
     def _run(self) -> None:
         while not self.closed:
             try:
-                message = self.mail.get(timeout=max(0.0, min(self.due - boot_clock(), 3600.0)))
+                soonest = min(self.due, self.look) if self.reachable else self.due
+                wait = soonest - boot_clock()
+                message = self.mail.get(timeout=max(0.0, min(wait, 3600.0)))
             except Empty:
                 message = ""
             tokens = []
@@ -322,7 +349,7 @@ class Session:
                 now = boot_clock()
                 if now >= self.due:
                     self._beat()
-                elif self.reachable and (self.checks or self.doomed or not self.lease):
+                elif self.reachable and (now >= self.look or self.doomed or not self.lease):
                     self._mend()
             # A defect here must not end the keepalive of every block of the process.
             except Exception:
@@ -380,9 +407,11 @@ class Session:
             idle = not self.lease and not self.records and not self.doomed
         if idle:
             self.due = boot_clock() + self._pace()  # the next claim asks for a lease
-            self.checks = 0
+            self.checks = self.looks = 0
+            self.look = NEVER
             return
         call = Call(self._share())
+        self.look = NEVER  # whoever sets it from here on means a look after this one
         try:
             self._settle(call)
         except RegistryError as exc:
@@ -396,12 +425,16 @@ class Session:
                 self.complained = True
                 getLogger("fastports.etcd").warning("records cannot be put right: %s", exc)
             self.checks = max(self.checks, 1)
+            self.look = NEVER
             self.due = boot_clock() + self._pace()
             return
         self.reachable = True
         self.failures = 0
         self.complained = False
-        self.checks = max(0, self.checks - 1)
+        if self.look == NEVER:
+            self.checks = max(0, self.checks - 1)
+            self.looks = self.looks + 1 if self.checks else 0
+            self.look = boot_clock() + later(self.looks) if self.checks else NEVER
         if self.due <= boot_clock():
             self.due = boot_clock() + self._pace()
 
@@ -521,18 +554,26 @@ class Session:
         if late:
             self.suspect()
 
-    def _purge(self, names: set[bytes], call: Call) -> None:
-        """Remove keys under our lease that belong to no record, such as late arrivals."""
+    def _purge(self, names: set[bytes], call: Call) -> int:
+        """Remove keys under our lease that belong to no record, such as late arrivals; how many."""
         rpc = self.connection.rpc
         compare = rpc.Compare
-        for name in sorted(names):
-            answer = self.ask("range", rpc.RangeRequest(key=name), call)
-            for kv in answer.kvs:
+        ordered = sorted(names)
+        removed = 0
+        for start in range(0, len(ordered), 64):
+            reads = [
+                rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
+                for name in ordered[start : start + 64]
+            ]
+            found = txn.values(self.ask("txn", rpc.TxnRequest(success=reads), call))
+            deletes = []
+            for name, kv in found.items():
                 fields = decode(kv.value) or {}
                 with self.lock:
-                    ours = kv.lease == self.lease and fields.get("token") not in self.records
+                    token = fields.get("token")
+                    ours = kv.lease == self.lease and token not in self.records
                 if ours:
-                    self.ask("txn", rpc.TxnRequest(
+                    deletes.append(rpc.RequestOp(request_txn=rpc.TxnRequest(
                         compare=[compare(
                             result=compare.EQUAL, target=compare.MOD, key=name,
                             mod_revision=kv.mod_revision,
@@ -540,7 +581,11 @@ class Session:
                         success=[rpc.RequestOp(
                             request_delete_range=rpc.DeleteRangeRequest(key=name)
                         )],
-                    ), call)  # fmt: skip
+                    )))  # fmt: skip
+            if deletes:
+                answer = self.ask("txn", rpc.TxnRequest(success=deletes), call)
+                removed += sum(each.response_txn.succeeded for each in answer.responses)
+        return removed
 
     # -- telling ---------------------------------------------------------------------------------
 
