@@ -63,29 +63,42 @@ def searching(search: Search) -> None:
     if not _watching_forks:
         watch_forks()
     _searching.add(search)
-    if _forking:  # another hook let this thread run in between
-        search.pause()
+    if _forking:
+        stand_still(search)
+
+
+def stand_still(search: Search) -> None:
+    """Have a search that begins amid a fork wait for its end."""
+    search.pause()
+    if not _forking:  # it ended before the pause, and nobody else would end that
+        search.resume()
 
 
 searched = _searching.discard
 
 
+# Hooks run Python code, so other threads may run in between: they begin and end searches, and fork.
+
+
 def _halt() -> None:
     """Before a fork: what searches have on record must be what is open when the copy is made."""
     _forking.append(True)
-    for search in _searching:
+    for search in list(_searching):
         search.pause()
 
 
 def _go_on() -> None:
-    _forking.clear()
-    for search in _searching:
-        search.resume()
+    _forking.pop()
+    if not _forking:
+        for search in list(_searching):
+            search.resume()
 
 
 def _close_in_child() -> None:
+    global _naming
+    _naming = allocate_lock()  # another thread of the parent may have had it
     _forking.clear()
-    for search in _searching:
+    for search in list(_searching):
         search.resume()
         search.abandon(forked=True)
     _searching.clear()
