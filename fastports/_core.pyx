@@ -1399,6 +1399,8 @@ cdef class Ground:
         Pairs of ports, inclusive, to leave out.
     spare
         Descriptors to leave to others; at most ``most`` are kept beyond a window.
+    plan
+        Anything; kept for the caller.
     """
 
     cdef bytes one_path, other_path
@@ -1406,16 +1408,18 @@ cdef class Ground:
     cdef int first, last, protocols, spare, most
     cdef object address
     cdef tuple cuts
+    cdef readonly object plan
 
     def __cinit__(
         self, tuple sysctls not None, int first, int last, int protocols, address,
-        tuple cuts not None, int spare, int most,
+        tuple cuts not None, int spare, int most, plan,
     ):
         (self.one_path, self.one), (self.other_path, self.other) = sysctls
         self.first, self.last, self.protocols = first, last, protocols
         self.address = address
         self.cuts = cuts
         self.spare, self.most = spare, most
+        self.plan = plan
 
     def begin(self, ports not None):
         """A Search for as many ports in a row; None where the policy has to look itself.

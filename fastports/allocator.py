@@ -11,7 +11,16 @@ import time
 
 from . import ranges
 from ._core import BUSY, EXHAUSTED, FOUND, Ground, Search, check_ports, descriptor_usage
-from .block import PROTOCOLS, PortBlock, _forking, _searching, searched, searching, watch_forks
+from .block import (
+    PROTOCOLS,
+    PortBlock,
+    _forking,
+    _searching,
+    searched,
+    searching,
+    stand_still,
+    watch_forks,
+)
 from .errors import (
     AllocationTimeout,
     DescriptorLimit,
@@ -283,7 +292,7 @@ class Allocator:
                 check_label(label)
             search = ground.begin(size)
             if search is not None:
-                return self._search_again(search, size, label)
+                return self._search_again(search, size, label, ground.plan)
         size = check_size(size)
         request = self._request(size, range, protocol, host, label, metadata, rng, candidates)
         if timeout is None:
@@ -417,7 +426,7 @@ class Allocator:
         rng: Any,
         candidates: object,
         exact: bool = False,
-        many: bool = False,
+        plan: ranges.Plan | None = None,
     ) -> Request:
         request = Request()
         request.size = size
@@ -447,7 +456,7 @@ class Allocator:
         elif candidates is not None:
             self._take_candidates(request, candidates, named, rng)
         else:
-            plan = self._plan(named)
+            plan = self._plan(named) if plan is None else plan
             request.first, request.last, request.cuts = plan.first, plan.last, plan.cuts
             if plan.warning is not None:
                 self._warn(plan.warning)
@@ -469,7 +478,7 @@ class Allocator:
         for name in wanted:
             check_label(f"{label}-{name}" if label else name)
         request = self._request(
-            sum(wanted.values()), range, protocol, host, label, metadata, rng, None, many=True
+            sum(wanted.values()), range, protocol, host, label, metadata, rng, None
         )
         biggest = max(wanted.values())
         if biggest > request.last - request.first + 1:
@@ -522,7 +531,7 @@ class Allocator:
             if named is not None or plan.first == ranges.DEFAULT_FIRST:
                 self._ground = Ground(
                     texts, plan.first, plan.last, self._bits, self._address, plan.cuts,
-                    _HEADROOM, _KEEP,
+                    _HEADROOM, _KEEP, plan,
                 )  # fmt: skip
         return plan
 
@@ -588,11 +597,11 @@ class Allocator:
                 pause = patience.after(exc)
             time.sleep(pause)
 
-    def _search_again(self, search: Search, size: int, label: str) -> PortBlock:
+    def _search_again(self, search: Search, size: int, label: str, plan: ranges.Plan) -> PortBlock:
         """A block of the allocator's own ground: at once, or by :meth:`_attempt`."""
         _searching.add(search)  # forks are watched since the ground was laid out
         if _forking:
-            search.pause()
+            stand_still(search)
         try:
             process, middle = self._entries.names()
             hold = search.find(self._head, self._at + middle if self._at else middle, label)
@@ -600,9 +609,8 @@ class Allocator:
                 return self._block(
                     hold, search.taken_first, size, self._protocol, self._host, label, None, process
                 )
-            request = self._request(size, None, None, _UNSET, label, None, None, None)
-            if request.cuts:
-                request.reserved = search.reserved
+            request = self._request(size, None, None, _UNSET, label, None, None, None, plan=plan)
+            request.reserved = search.reserved
             return self._attempt(request, None, search)
         except BaseException:
             search.abandon()
@@ -699,7 +707,7 @@ class Allocator:
 
     def _find(self, search: Search, request: Request, size: int, label: str) -> PortBlock:
         """Run the search until a block is held, or say why not."""
-        last_resort = request.bits & 1  # TIME_WAIT is TCP's
+        waiting: set[int] | None = None
         while True:
             if request.rng is None:
                 status = search.run()
@@ -723,15 +731,14 @@ class Allocator:
                     from . import refusal  # 0.6 ms, when there is something to explain
                 except OSError as exc:  # no descriptor left to read the module through
                     raise _failure(exc.errno or errno.EMFILE, 0, request.host, 1) from exc
-                if last_resort:
-                    last_resort = 0
+                if waiting is None and request.bits & 1:  # TIME_WAIT is TCP's
                     waiting = refusal.only_time_wait(search, request)
                     for port in waiting:
                         search.allow_reuse(port)
                     if waiting:
                         search.retry()
                         continue
-                raise refusal.refusal(search, request, size)
+                raise refusal.refusal(search, request, size, waiting or ())
             port = search.error_port
             if status == errno.EACCES:
                 start = ranges.unprivileged_start()

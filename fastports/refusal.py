@@ -6,7 +6,7 @@ import errno
 import os
 
 from . import _diag, ranges
-from ._core import Search
+from ._core import Search, read_sysctl
 from .block import PROTOCOLS
 from .errors import (
     BindDenied,
@@ -18,12 +18,13 @@ from .host import entries
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from .request import Request
 
 _ADDRESS_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
-_ANY = _diag.LISTENING | _diag.BOUND | _diag.TIME_WAIT | _diag.CONNECTED
+_NOT_LISTENING = _diag.BOUND | _diag.TIME_WAIT | _diag.CONNECTED
+_NOT_WAITING = _diag.LISTENING | _diag.BOUND | _diag.CONNECTED
 _BY_STATE = (
     (_diag.LISTENING, "listening"),
     (_diag.CONNECTED, "connected"),
@@ -32,8 +33,13 @@ _BY_STATE = (
 )
 
 
-def refusal(search: Search, request: Request, size: int) -> PortsUnavailable:
-    """The error for a search that came to its end; asks the kernel what is on a single port."""
+def refusal(
+    search: Search, request: Request, size: int, waiting: Collection[int] = ()
+) -> PortsUnavailable:
+    """The error for a search that came to its end; asks the kernel what is on a single port.
+
+    ``waiting`` is what :func:`only_time_wait` said of it.
+    """
     busy = search.busy
     facts: dict[str, object] = {
         "range": request.range,
@@ -58,8 +64,8 @@ def refusal(search: Search, request: Request, size: int) -> PortsUnavailable:
             errno=errno.EACCES,
             **facts,
         )
-    if request.bits & 1 and busy:
-        facts["time_wait"] = len(only_time_wait(search, request))
+    if waiting:  # those that SO_REUSEADDR did not get
+        facts["time_wait"] = len(set(waiting).intersection(search.busy_ports()))
     error = PortsUnavailable("", **facts)
     if request.exact and size == 1:
         cause = error.cause = "marked" if search.marked else _cause(request)
@@ -166,41 +172,48 @@ _CURES = {
 
 
 def _any_time_wait() -> bool:
-    """Whether this namespace has any TCP socket in TIME_WAIT; 10 us, before a dump of 2 ms."""
+    """Whether this namespace has any TCP socket in TIME_WAIT; 2 us, before a dump of 2 ms."""
+    words = (read_sysctl(b"/proc/thread-self/net/sockstat") or b"").split()
     try:
-        with open("/proc/thread-self/net/sockstat", "rb", buffering=0) as file:
-            words = file.read().split()
         return int(words[words.index(b"tw") + 1]) > 0
-    except (OSError, ValueError):
+    except (ValueError, IndexError):
         return True
 
 
 def only_time_wait(search: Search, request: Request) -> set[int]:
-    """The busy ports on which the kernel shows TCP sockets in TIME_WAIT and nothing else."""
-    if not _any_time_wait():
+    """The busy ports on which the kernel shows TCP sockets in TIME_WAIT and nothing else.
+
+    A dump is a walk through all of the kernel's connections, so the second, for the other states,
+    is made only where the first leaves something to ask.
+    """
+    if not search.busy or not _any_time_wait():
         return set()
-    waiting: set[int] = set()
-    others: set[int] = set()
     try:
-        for port, state, *_ in _diag.sockets(request.first, request.last, "tcp", _ANY):
-            (waiting if state == _diag.TIME_WAIT else others).add(port)
-        if waiting:
-            # before Linux 6.8 bound sockets are not shown; those of fastports have entries
-            for entry in entries():
-                others.update(entry.ports)
+        rows = _diag.sockets(request.first, request.last, "tcp", _diag.TIME_WAIT)
+        waiting = {port for port, *_ in rows}.intersection(search.busy_ports())
+        if not waiting:
+            return waiting
+        for port, *_ in _diag.sockets(min(waiting), max(waiting), "tcp", _NOT_WAITING):
+            waiting.discard(port)
+        # before Linux 6.8 bound sockets are not shown; those of fastports have entries
+        for entry in entries():
+            waiting.difference_update(entry.ports)
     except OSError:  # no netlink, or no /proc: nothing is known
         return set()
-    return waiting.intersection(search.busy_ports()) - others
+    return waiting
 
 
 def _cause(request: Request) -> str:
     """What is on the one port of the request, as far as the kernel tells."""
     found: set[int] = set()
     try:
-        for protocol in ("tcp", "udp"):
-            if request.bits & PROTOCOLS[protocol]:
-                rows = _diag.sockets(request.first, request.first, protocol, _ANY)
-                found.update(state for _, state, *_ in rows)
+        for states in (_diag.LISTENING, _NOT_LISTENING):  # the first takes no walk
+            for protocol in ("tcp", "udp"):
+                if request.bits & PROTOCOLS[protocol]:
+                    rows = _diag.sockets(request.first, request.first, protocol, states)
+                    found.update(state for _, state, *_ in rows)
+            if found:
+                break
     except OSError:  # no netlink here
         return "busy"
     for state, cause in _BY_STATE:
