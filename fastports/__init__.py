@@ -44,6 +44,7 @@ from .registry import Entry
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .activation import adopt
+    from .supervisor import Supervisor
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "RegistryError",
     "RegistryTimeout",
     "RegistryUnavailable",
+    "Supervisor",
     "adopt",
     "allocate",
     "allocate_many",
@@ -89,4 +91,8 @@ def __getattr__(name: str) -> object:
         from .activation import adopt
 
         return adopt
+    if name == "Supervisor":  # threads cost 3 ms
+        from .supervisor import Supervisor
+
+        return Supervisor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

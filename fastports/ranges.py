@@ -7,7 +7,7 @@ from .errors import InvalidRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import TypeAlias
 
     #: Everything that names a range of ports.
@@ -25,6 +25,20 @@ _DEFAULT_UNPRIVILEGED_START = b"1024\n"
 #: The default range, and the fewest ports of it that are worth staying for.
 DEFAULT_FIRST, DEFAULT_LAST = 20000, 29999
 ENOUGH = 1000
+
+
+def spans(ports: Sequence[int]) -> str:
+    """Ascending ports as people write them: ``20417-20424, 20430``."""
+    parts: list[str] = []
+    first = last = -1
+    for port in [*ports, -1]:
+        if port == last + 1 and first >= 0:
+            last = port
+            continue
+        if first >= 0:
+            parts.append(f"{first}-{last}" if last > first else f"{first}")
+        first = last = port
+    return ", ".join(parts)
 
 
 def integer(value: object) -> int | None:

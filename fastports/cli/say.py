@@ -6,10 +6,7 @@ import os
 import sys
 
 from ..errors import FastportsError, InvalidRequest
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ..ranges import spans
 
 __all__ = ["Failure", "Usage", "complain", "explain", "printable", "reworded", "say", "spans"]
 
@@ -48,20 +45,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def spans(ports: Sequence[int]) -> str:
-    """Ascending ports as people write them: ``20417-20424, 20430``."""
-    parts: list[str] = []
-    first = last = -1
-    for port in [*ports, -1]:
-        if port == last + 1 and first >= 0:
-            last = port
-            continue
-        if first >= 0:
-            parts.append(f"{first}-{last}" if last > first else f"{first}")
-        first = last = port
-    return ", ".join(parts)
 
 
 # The library's messages end in what to do in Python; here is what to do in a shell.
