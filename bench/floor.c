@@ -127,7 +127,7 @@ static int one(int first, int size, int entry, int64_t *probes) {
     held++;
   }
   if (entry) {
-    length = name(&address, "fastports/t/%d-%d/10000/100000/1000/", start, start + size - 1);
+    length = name(&address, "fastports/t/%d-%d/10000/100000/1000.0000/", start, start + size - 1);
     bind(unix_fd, (struct sockaddr *)&address, length);
   }
   if (fd >= 0) close(fd);

@@ -325,10 +325,12 @@ cdef class Hold:
     ):
         """Bind the entry socket to ``HEAD FIRST-LAST MIDDLE NOW/LABEL``, without the spaces.
 
-        ``NOW`` is in seconds of CLOCK_BOOTTIME, hexadecimal; where somebody has taken the name, up
-        to seven less. The label is cut to what fits, not inside a character. 0, or the errno; -1
-        without a socket.
+        ``NOW`` is in seconds of CLOCK_BOOTTIME, hexadecimal, with a fraction of four digits; where
+        somebody has taken the name, up to seven units of it less. The label is cut to what fits,
+        not inside a character. 0, or the errno; -1 without a socket.
         """
+        # The kernel finds abstract names by their checksum, in 256 lists: names that differ in a few
+        # decimal digits share a few of them, and the fraction spreads them over all.
         return self.bind_entry(head, first, last, middle, label)
 
     cdef int bind_entry(self, bytes head, int first, int last, bytes middle, str label) except? -1:
@@ -339,6 +341,7 @@ cdef class Hold:
         cdef Py_ssize_t size
         cdef const char *text = PyUnicode_AsUTF8AndSize(label, &size)
         cdef int length, attempt
+        cdef long ticks
         if len(head) + len(middle) > NAME_MAX_BYTES - 28:  # two ports, the time, - and /
             raise ValueError("no room for a label")
         if self.entry < 0:
@@ -346,6 +349,7 @@ cdef class Hold:
         memset(&address, 0, sizeof(address))
         address.sun_family = AF_UNIX
         clock_gettime(CLOCK_BOOTTIME, &now)
+        ticks = (now.tv_sec << 16) + (now.tv_nsec << 16) // 1000000000
         for attempt in range(8):
             cut = name
             memcpy(cut, <char *>head, len(head))
@@ -355,7 +359,10 @@ cdef class Hold:
             cut = write_number(cut + 1, last, 10)
             memcpy(cut, <char *>middle, len(middle))
             cut += len(middle)
-            cut = write_number(cut, now.tv_sec - attempt, 16)
+            cut = write_number(cut, (ticks - attempt) >> 16, 16)
+            # the leading 1, which keeps zeros, is overwritten
+            cut = write_number(cut, (ticks - attempt) & 0xFFFF | 0x10000, 16)
+            cut[-5] = c"."
             cut[0] = c"/"
             cut += 1
             length = <int>(cut - name)

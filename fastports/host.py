@@ -3,8 +3,8 @@
 Abstract UNIX sockets have exactly the scope of a port (the network namespace), die with their
 owner and need no permission (unix(7)). One *entry* per block, an abstract name such as ::
 
-    fastports/t/20417-20424/3039/4f3a2b/1c20/decode-0
-              |      |       |     |      |     label
+    fastports/t/20417-20424/3039/4f3a2b/1c20.9e07/decode-0
+              |      |       |     |      |        label
               |      |       |     |      made at, seconds of CLOCK_BOOTTIME, hexadecimal
               |      |       pid and its start time in clock ticks, hexadecimal
               |      ports; @ and the packed address in hexadecimal where one address is held
@@ -163,8 +163,11 @@ def _parse(name: bytes, now: float) -> Entry | None:
     first, last = int(low), int(high)
     if not (1 <= first <= last <= 65535 and len(low) <= 5 and len(high) <= 5):
         return None
+    made, dot, fraction = made.partition(b".")
+    if dot and len(fraction) != 4:
+        return None
     numbers = []
-    for field in (pid, start, made):
+    for field in (pid, start, made, fraction or b"0"):
         # int(, 16) would take signs, spaces, underscores and 0x
         if not 1 <= len(field) <= 12 or field.strip(b"0123456789abcdef"):
             return None
@@ -186,7 +189,7 @@ def _parse(name: bytes, now: float) -> Entry | None:
         pid=numbers[0],
         start=numbers[1],
         label=text,
-        age=max(now - numbers[2], 0.0),
+        age=max(now - numbers[2] - numbers[3] / 65536, 0.0),
         alive=None,
     )
 
