@@ -43,7 +43,9 @@ from .registry import Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from . import hooks
     from .activation import adopt
+    from .counts import Stats, stats
     from .supervisor import Supervisor
 
 __version__ = "0.1.0"
@@ -69,13 +71,16 @@ __all__ = [
     "RegistryError",
     "RegistryTimeout",
     "RegistryUnavailable",
+    "Stats",
     "Supervisor",
     "adopt",
     "allocate",
     "allocate_many",
     "entries",
+    "hooks",
     "probe",
     "reserve",
+    "stats",
 ]
 
 # The allocator behind the functions below: no setting of its own, one for the process.
@@ -87,7 +92,8 @@ probe = _default.probe
 
 
 def __getattr__(name: str) -> object:
-    if name == "adopt":  # half of it is needed by no launcher
+    # what not every launcher needs
+    if name == "adopt":
         from .activation import adopt
 
         return adopt
@@ -95,4 +101,12 @@ def __getattr__(name: str) -> object:
         from .supervisor import Supervisor
 
         return Supervisor
+    if name in ("stats", "Stats"):
+        from . import counts
+
+        return getattr(counts, name)
+    if name == "hooks":
+        import fastports.hooks as module  # `from . import` would ask here again
+
+        return module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

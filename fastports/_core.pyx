@@ -28,9 +28,15 @@ cdef extern from *:
     #define FP_CTZ(x) __builtin_ctzll(x)
     static inline void fp_store(int *at, int value) { __atomic_store_n(at, value, __ATOMIC_SEQ_CST); }
     static inline int fp_load(int *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+    #define FP_ADD(at, n) __atomic_fetch_add(at, n, __ATOMIC_RELAXED)
+    #define FP_TAKE(at, n) __atomic_exchange_n(at, n, __ATOMIC_RELAXED)
+    #define FP_READ(at) __atomic_load_n(at, __ATOMIC_RELAXED)
     """
     void fp_store(int *, int) noexcept nogil
     int fp_load(int *) noexcept nogil
+    int64_t FP_ADD(int64_t *, int64_t) noexcept nogil
+    int64_t FP_TAKE(int64_t *, int64_t) noexcept nogil
+    int64_t FP_READ(int64_t *) noexcept nogil
     int FP_POPCOUNT(uint64_t) nogil
     int FP_CTZ(uint64_t) nogil
 
@@ -49,6 +55,7 @@ cdef enum:
     LAST_LOOKS = 3
     SYSCTL_BYTES = 262144
     LAST_LOOK_WAIT_MS = 10
+    TALLY_SLOTS = 64
 
 TCP = 1
 UDP = 2
@@ -254,6 +261,58 @@ def descriptor_usage():
         <int>min(limit.rlim_cur, <unsigned long>0x7FFFFFFF),
         <int>min(limit.rlim_max, <unsigned long>0x7FFFFFFF),
     )
+
+
+# --- counts, and who wants to know --------------------------------------------------------------------
+
+@cython.final
+cdef class Tally:
+    """Numbers that any thread may add to: no lock, and no addition lost with or without a GIL."""
+
+    cdef int64_t slots[TALLY_SLOTS]
+
+    def add(self, int slot, int64_t amount=1):
+        """Add to one number."""
+        if not 0 <= slot < TALLY_SLOTS:
+            raise IndexError(slot)
+        FP_ADD(&self.slots[slot], amount)
+
+    def read(self):
+        """All numbers, each as it was at one moment."""
+        cdef int i
+        return [FP_READ(&self.slots[i]) for i in range(TALLY_SLOTS)]
+
+    def clear(self):
+        """Begin anew."""
+        cdef int i
+        for i in range(TALLY_SLOTS):
+            FP_TAKE(&self.slots[i], 0)
+
+
+@cython.final
+cdef class Ear:
+    """Whether it is worth telling, to be asked on the hot path.
+
+    It is when ``hooked`` is set; when ``cache`` does not say False under ``key``; and without a
+    cache as soon as ``word`` is among ``modules``, which is when somebody can make a cache.
+    """
+
+    cdef public bint hooked
+    cdef public dict cache
+    cdef dict modules
+    cdef object word, key
+
+    def __cinit__(self, dict modules not None, word, key):
+        self.modules, self.word, self.key = modules, word, key
+
+    def heard(self):
+        cdef dict cache
+        if self.hooked:
+            return True
+        cache = self.cache
+        if cache is None:
+            return self.word in self.modules
+        return cache.get(self.key) is not False
 
 
 # --- what is held ------------------------------------------------------------------------------
@@ -746,16 +805,22 @@ cdef class Search:
             fp_store(&self.running, 0)
         return status
 
-    def find(self, bytes head not None, bytes middle not None, str label not None):
+    def find(
+        self, bytes head not None, bytes middle not None, str label not None, Tally tally not None
+    ):
         """:meth:`run_briefly`, :meth:`take` and :meth:`Hold.record` in one: a Hold, or None.
 
-        None: :meth:`run` goes on from here. ``taken_first`` is the first port of the block.
+        None: :meth:`run` goes on from here. ``taken_first`` is the first port of the block. Blocks,
+        ports and probes are the first three numbers of the tally.
         """
         cdef Hold hold
         if self.step_briefly(BATCH) != IS_FOUND:
             return None
         hold = self.take_found()
         hold.bind_entry(head, self.taken_first, self.taken_first + self.size - 1, middle, label)
+        FP_ADD(&tally.slots[0], 1)
+        FP_ADD(&tally.slots[1], self.size)
+        FP_ADD(&tally.slots[2], self.probed)
         return hold
 
     @property

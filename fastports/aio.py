@@ -20,7 +20,8 @@ from . import block as blocks
 from ._core import FOUND
 from .allocator import _UNSET, Patience
 from .block import searched
-from .errors import PortsUnavailable, PrivilegedPort, RegistryError
+from .errors import FastportsError, PortsUnavailable, PrivilegedPort, RegistryError
+from .events import refused
 from .loops import Job
 from .ranges import PortRange
 from .request import check_size, check_timeout
@@ -278,9 +279,6 @@ class Allocator:
         async def call() -> dict[str, PortBlock]:
             loop = loops.current()
             await loop.turn()
-            request, wanted = policy._request_many(
-                sizes, range, protocol, host, label, metadata, rng
-            )
 
             async def attempt(deadline: float | None) -> dict[str, PortBlock]:
                 job = Job(
@@ -292,7 +290,14 @@ class Allocator:
                 )
                 return found
 
-            return await self._wait(loop, request, timeout, attempt)
+            try:
+                request, wanted = policy._request_many(
+                    sizes, range, protocol, host, label, metadata, rng
+                )
+                return await self._wait(loop, request, timeout, attempt)
+            except FastportsError as exc:
+                refused(exc)
+                raise
 
         return _ManyBlocks(call())
 
@@ -314,12 +319,16 @@ class Allocator:
     async def _one(self, ask: Callable[[], Request], timeout: float | None) -> PortBlock:
         loop = loops.current()
         await loop.turn()
-        request = ask()
 
         def attempt(deadline: float | None) -> Coroutine[Any, Any, PortBlock]:
             return self._attempt(loop, request, deadline)
 
-        return await self._wait(loop, request, timeout, attempt)
+        try:
+            request = ask()
+            return await self._wait(loop, request, timeout, attempt)
+        except FastportsError as exc:
+            refused(exc)
+            raise
 
     async def _wait(
         self,

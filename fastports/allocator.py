@@ -24,10 +24,12 @@ from .block import (
 from .errors import (
     AllocationTimeout,
     DescriptorLimit,
+    FastportsError,
     InvalidRequest,
     PortsUnavailable,
     PrivilegedPort,
 )
+from .events import ALLOCATIONS, PORTS, PROBES, emit, heard, refused, tally
 from .host import HEADS, HostRegistry, address_part
 from .ranges import PortRange
 from .request import (
@@ -146,6 +148,19 @@ def _failure(status: int, port: int, host: str | None, needed: int) -> Exception
         hard=hard,
         errno=status,
     )
+
+
+def _count(blocks: int, ports: int) -> None:
+    tally.add(ALLOCATIONS, blocks)
+    tally.add(PORTS, ports)
+
+
+def _tell(block: PortBlock) -> None:
+    try:
+        emit("allocated", block)
+    except BaseException:  # an interrupt in a hook
+        block._release()
+        raise
 
 
 class Allocator:
@@ -276,28 +291,32 @@ class Allocator:
         RegistryError
             From the cluster registry, if there is one; nothing is held then.
         """
-        ground = self._ground
-        if (
-            ground is not None
-            and type(size) is int
-            and range is None
-            and protocol is None
-            and host is _UNSET
-            and timeout is None
-            and metadata is None
-            and rng is None
-            and candidates is None
-        ):  # nothing but the allocator's settings: as worked out before
-            if label != "":
-                check_label(label)
-            search = ground.begin(size)
-            if search is not None:
-                return self._search_again(search, size, label, ground.plan)
-        size = check_size(size)
-        request = self._request(size, range, protocol, host, label, metadata, rng, candidates)
-        if timeout is None:
-            return self._attempt(request, None)
-        return self._wait(request, check_timeout(timeout), self._attempt)
+        try:
+            ground = self._ground
+            if (
+                ground is not None
+                and type(size) is int
+                and range is None
+                and protocol is None
+                and host is _UNSET
+                and timeout is None
+                and metadata is None
+                and rng is None
+                and candidates is None
+            ):  # nothing but the allocator's settings: as worked out before
+                if label != "":
+                    check_label(label)
+                search = ground.begin(size)
+                if search is not None:
+                    return self._search_again(search, size, label, ground.plan)
+            size = check_size(size)
+            request = self._request(size, range, protocol, host, label, metadata, rng, candidates)
+            if timeout is None:
+                return self._attempt(request, None)
+            return self._wait(request, check_timeout(timeout), self._attempt)
+        except FastportsError as exc:
+            refused(exc)
+            raise
 
     def reserve(
         self,
@@ -316,13 +335,17 @@ class Allocator:
         this very port with SO_REUSEADDR could join). The parameters, and the errors, are those of
         :meth:`allocate`; ``PortsUnavailable.cause`` says what is on a single port.
         """
-        exact = PortRange(ports)
-        request = self._request(
-            len(exact), exact, protocol, host, label, metadata, None, None, exact=True
-        )
-        if timeout is None:
-            return self._attempt(request, None)
-        return self._wait(request, check_timeout(timeout), self._attempt)
+        try:
+            exact = PortRange(ports)
+            request = self._request(
+                len(exact), exact, protocol, host, label, metadata, None, None, exact=True
+            )
+            if timeout is None:
+                return self._attempt(request, None)
+            return self._wait(request, check_timeout(timeout), self._attempt)
+        except FastportsError as exc:
+            refused(exc)
+            raise
 
     def allocate_many(
         self,
@@ -357,14 +380,18 @@ class Allocator:
         InvalidRequest, PortsUnavailable, AllocationTimeout, BindDenied, DescriptorLimit
             As :meth:`allocate`; ``wanted`` counts all ports together.
         """
-        request, wanted = self._request_many(sizes, range, protocol, host, label, metadata, rng)
 
         def attempt(request: Request, deadline: float | None) -> dict[str, PortBlock]:
             return self._attempt_many(request, wanted, deadline)
 
-        if timeout is None:
-            return attempt(request, None)
-        return self._wait(request, check_timeout(timeout), attempt)
+        try:
+            request, wanted = self._request_many(sizes, range, protocol, host, label, metadata, rng)
+            if timeout is None:
+                return attempt(request, None)
+            return self._wait(request, check_timeout(timeout), attempt)
+        except FastportsError as exc:
+            refused(exc)
+            raise
 
     def probe(
         self,
@@ -572,9 +599,7 @@ class Allocator:
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            import logging  # 15 ms, once, where something is worth saying
-
-            logging.getLogger("fastports").warning(text)
+            emit("range_doubtful", why=text)
 
     # --- searching ---
 
@@ -604,11 +629,15 @@ class Allocator:
             stand_still(search)
         try:
             process, middle = self._entries.names()
-            hold = search.find(self._head, self._at + middle if self._at else middle, label)
+            middle = self._at + middle if self._at else middle
+            hold = search.find(self._head, middle, label, tally)
             if hold is not None:
-                return self._block(
+                block = self._block(
                     hold, search.taken_first, size, self._protocol, self._host, label, None, process
                 )
+                if heard():
+                    _tell(block)
+                return block
             request = self._request(size, None, None, _UNSET, label, None, None, None, plan=plan)
             request.reserved = search.reserved
             return self._attempt(request, None, search)
@@ -632,11 +661,16 @@ class Allocator:
         try:
             while True:
                 block = self._find(search, request, request.size, request.label)
+                taken: set[int] | None = None
                 if self._registry is None:
                     self._entries.claim((block,))
-                    return block
-                taken = self._claim([block], request, deadline)
+                else:
+                    taken = self._claim([block], request, deadline)
                 if not taken:
+                    _count(1, request.size)
+                    tally.add(PROBES, search.probed)
+                    if heard():
+                        emit("allocated", block)
                     return block
                 block._release()
                 search.put_back(block.first, len(block))
@@ -644,6 +678,7 @@ class Allocator:
         except BaseException:
             if block is not None:
                 block._release()
+            tally.add(PROBES, search.probed)
             search.abandon()
             raise
         finally:
@@ -771,7 +806,7 @@ class Allocator:
 
     @staticmethod
     def _look(
-        ports: object,
+        ports: Any,
         states: object,
         bits: int,
         address: tuple[int, bytes] | None,
@@ -782,6 +817,7 @@ class Allocator:
         search = Search(first, last, 1, bits, address)
         searching(search)
         try:
+            tally.add(PROBES, len(ports))
             return search.probe(ports, states)
         finally:
             search.close()
@@ -803,11 +839,14 @@ class Allocator:
                     self._release_all(blocks)
                     self._place_tightly(request, wanted, blocks, exc)
                 taken = self._claim(list(blocks.values()), request, deadline)
+                if not taken:
+                    _count(len(blocks), request.size)
+                    for name in wanted if heard() else ():
+                        emit("allocated", blocks[name])
+                    return {name: blocks[name] for name in wanted}
             except BaseException:
                 self._release_all(blocks)
                 raise
-            if not taken:
-                return {name: blocks[name] for name in wanted}
             self._release_all(blocks)
             request.recorded |= taken
 
@@ -827,6 +866,7 @@ class Allocator:
                 search.abandon()
                 raise
             finally:
+                tally.add(PROBES, search.probed)
                 search.close()
                 searched(search)
 
@@ -879,6 +919,7 @@ class Allocator:
                         search.abandon()
                         raise
                     finally:
+                        tally.add(PROBES, search.probed)
                         search.close()
                         searched(search)
                 return

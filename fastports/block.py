@@ -13,8 +13,10 @@ from _thread import allocate_lock
 from _weakref import ref  # what weakref.ref is; the module around it costs 0.9 ms at import
 from os import getpid
 
+from . import events
 from ._core import TCP, UDP, Hold
 from .errors import BlockReleased, NotOwner, PortsUnavailable
+from .events import emit, emit_later, heard
 from .registry import Owner
 
 TYPE_CHECKING = False
@@ -56,6 +58,13 @@ def watch_forks() -> None:
     if not _watching_forks:
         _watching_forks.append(True)
         os.register_at_fork(before=_halt, after_in_parent=_go_on, after_in_child=_close_in_child)
+        events.watch_forks()
+
+
+def held() -> list[int]:
+    """How many ports each block of this process has."""
+    blocks = [reference() for reference in list(_live.values())]
+    return [len(block) for block in blocks if block is not None]
 
 
 def searching(search: Search) -> None:
@@ -275,14 +284,19 @@ class PortBlock:
 
     def _set_door(self, is_open: bool, ports: tuple[int, ...]) -> None:
         hold = self._acting()
+        name = "door_opened" if is_open else "door_closed"
         if not ports:
             hold.set_door(is_open)
+            if heard():
+                emit(name, self)
             return
         each = 2 if self.protocol == "both" else 1
         for port in ports:
             if port not in self.ports:
                 raise IndexError(f"port {port} is not one of {self.first}-{self.last}")
             hold.set_door(is_open, (port - self.first) * each, each)
+            if heard():
+                emit(name, self, port=port)
 
     def close_holds(self) -> None:
         """Close the sockets for a program that binds plainly; markers keep the ports taken.
@@ -316,6 +330,7 @@ class PortBlock:
             )
         self._unserve()
         hold.close_sockets()
+        emit("holds_closed", self)
         if self._hold is None:  # released meanwhile by another thread
             markers.close()
 
@@ -336,26 +351,31 @@ class PortBlock:
         """
         if self._process[0] != getpid():
             raise self._not_owner()
-        self._release()
+        if self._release() and heard():
+            emit("released", self)
 
-    def _release(self, *, finalizing: bool = False) -> None:
+    def _release(self, *, finalizing: bool = False) -> bool:
+        """Give the ports back; whether it was this call that did it."""
         hold = self._hold
         if hold is None:
-            return
+            return False
         if self._registry is not None:
-            self._release_recorded(hold, self._registry, finalizing)
-        elif hold.give_back():
-            self._let_go(hold)
+            return self._release_recorded(hold, self._registry, finalizing)
+        if not hold.give_back():
+            return False
+        self._let_go(hold)
+        return True
 
-    def _release_recorded(self, hold: Hold, registry: Releaser, finalizing: bool) -> None:
+    def _release_recorded(self, hold: Hold, registry: Releaser, finalizing: bool) -> bool:
         try:
             if not hold.give_back():
-                return
+                return False
             if finalizing:  # inside any code of the process: nothing that waits or locks
                 registry.release_later([self])
             else:
                 registry.release([self])
             self._let_go(hold)
+            return True
         except BaseException:  # an interrupt, at any point: the ports go, so the record must
             registry.release_later([self])
             self._let_go(hold)
@@ -393,8 +413,8 @@ class PortBlock:
 
     def __exit__(self, *exc: object) -> None:
         # a forked child leaves the statement too, and must not hide its own way out
-        if self._process[0] == getpid():
-            self._release()
+        if self._process[0] == getpid() and self._release() and heard():
+            emit("released", self)
 
     def __del__(self) -> None:
         # Half-made objects, and interpreters that are going down, have nothing to tell.
@@ -414,7 +434,8 @@ class PortBlock:
                 stacklevel=2,
             )
         if self._process[0] == getpid():
-            self._release(finalizing=True)
+            if self._release(finalizing=True) and heard():
+                emit_later("released", self)
         else:  # forked by other means than os.fork: the owner's record is the owner's
             _live.pop(id(self), None)
             self._close_copies()

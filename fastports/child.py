@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import time
 
+from . import events
 from ._spawn import Process
 from .errors import HandoffError, NotOwner
+from .events import count, emit
 from .family import Family, whose
 from .listening import Watch
 
@@ -382,6 +384,18 @@ class Child:
                 caller=os.getpid(),
             )
 
+    def tell(self, event: str, **facts: object) -> None:
+        """Tell of something that happened to this child."""
+        slot = {
+            "child_started": events.STARTED + events.MODES.index(self.mode),
+            "child_exited": events.EXITED,
+            "handoff_failed": events.FAILED,
+            "steal_seen": events.STEALS,
+        }.get(event)
+        if slot is not None:
+            count(slot)
+        emit(event, self.block, pid=self.pid, program=self.args[0], mode=self.mode, **facts)
+
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
@@ -415,7 +429,13 @@ class Child:
             # nobody else gets in from here on; who is in comes next
             yield 0.0
             self._check_owners(watch)
-            self.listened_after = took
+            if self.listened_after is None:
+                events.handed_over(took)
+                self.listened_after = took
+                self.tell("child_listening", seconds=took, waited_for=list(self.ports))
+        except HandoffError as exc:
+            self.tell("handoff_failed", why=str(exc), returncode=exc.returncode)
+            raise
         finally:
             watch.close()
 
@@ -429,6 +449,7 @@ class Child:
                 return
             time.sleep(_TICK * _jitter())
         port, inode = strangers[0]
+        self.tell("steal_seen", port=port, inode=inode)
         raise HandoffError(
             f"{whose(inode)} listens on port {port} (socket inode {inode}), and it is neither"
             f" {self.args[0]} (pid {self.pid}) nor a descendant of it. Stop that process and start"
@@ -483,6 +504,7 @@ class Child:
         )
 
     def _reaped(self) -> None:
+        self.tell("child_exited", returncode=self.returncode, seconds=self._elapsed())
         _running.discard(self)
         _lingering.add(self)
         self._let_go()

@@ -15,6 +15,7 @@ from .brokered import BindDoor, Broker
 from .child import Child, sweep
 from .command import FIRST_DESCRIPTOR, Command, number
 from .errors import HandoffError, InvalidRequest
+from .events import emit
 from .family import TOKEN
 from .listening import facts
 from .mode import Handover, Mode
@@ -339,11 +340,7 @@ def _choose(handoff: str, block: PortBlock, command: Command, exclusive: bool) -
             missed.append(f"{mode.name}: {why}")
     if missed and mode.name not in _told:
         _told.add(mode.name)
-        import logging  # 6 ms
-
-        logging.getLogger("fastports").warning(
-            "ports are handed over in mode %r (%s)", mode.name, "; ".join(missed)
-        )
+        emit("mode_fallback", block, mode=mode.name, why="; ".join(missed))
     return mode
 
 
@@ -635,6 +632,7 @@ def spawn(
 
     block.filenos()  # a released block, or another process's, says so
     mode = _choose(handoff, block, command, exclusive)
+    emit("mode_chosen", block, mode=mode.name, asked=handoff)
     if mode.name != "fd" and not block.holds_closed:
         _stop_listening(block)
     sweep()
@@ -714,6 +712,7 @@ def _start(
         if reader >= 0:
             os.close(reader)
     streams.started()
+    child.tell("child_started")
     return child
 
 

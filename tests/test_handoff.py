@@ -835,7 +835,7 @@ print(json.dumps(lines))
     ).splitlines()
     assert told[:4] == ["close", "close", "[('door', False), ('close', True)]", "True"]
     (line,) = json.loads(told[4])
-    assert line[:2] == ["fastports", "WARNING"]
+    assert line[:2] == ["fastports.handoff", "WARNING"]
     assert re.search("close.*SO_REUSEADDR", line[2])
 
 

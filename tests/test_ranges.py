@@ -112,7 +112,7 @@ def test_without_a_port_outside_the_ephemeral_range_it_works_and_warns_once(
         first, last = where(allocator)
         assert 20000 <= first <= last <= 29999
         allocator.allocate_many({"a": 1})["a"].release()
-    warnings = [record for record in caplog.records if record.name == "fastports"]
+    warnings = [record for record in caplog.records if record.name == "fastports.ports"]
     assert [record.levelno for record in warnings] == [logging.WARNING]
     assert 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"' in warnings[0].getMessage()
 

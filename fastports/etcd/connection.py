@@ -19,6 +19,8 @@ from ..errors import (
     RegistryTimeout,
     RegistryUnavailable,
 )
+from ..events import ETCD_CALLS, ETCD_FAULTS, ETCD_MICROSECONDS, emit
+from ..events import count as add
 from .runner import Late, Runner
 
 TYPE_CHECKING = False
@@ -475,6 +477,8 @@ class Connection:
             limit = remaining
             if step + 1 < count:
                 limit = min(limit, PATIENCE, remaining / (count - step))
+            add(ETCD_CALLS)
+            begin = time.monotonic()
             try:
                 answer = self._runner.run(
                     lambda seconds, method=link.methods[name]: method(  # type: ignore[misc]
@@ -502,6 +506,10 @@ class Connection:
                 if step:
                     self._current = position
                 return answer
+            finally:
+                add(ETCD_MICROSECONDS, round((time.monotonic() - begin) * 1e6))
+            add(ETCD_FAULTS)
+            emit("etcd_fault", endpoint=link.endpoint, call=name, why=str(error))
             if error.outcome == "unknown":
                 call.ambiguous = True
             if not error.retryable or isinstance(error, RegistryDenied):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from ..errors import LeaseLost, RegistryError, RegistryTimeout
+from ..events import CONTESTED, LEASES_LOST, count, emit, wanted
 from . import txn
 from .connection import Call, let_go
 from .keys import after, decode, key
@@ -96,7 +97,7 @@ class Session:
         self.closed = False
         self.mail: SimpleQueue[str] = SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.news: list[tuple[Record, LeaseLost | None]] = []
+        self.news: list[tuple[str, Record | None, dict[str, Any], LeaseLost | None]] = []
         self.teller: threading.Thread | None = None
 
     # -- calls -----------------------------------------------------------------------------------
@@ -113,6 +114,7 @@ class Session:
             self.suspect()
         if not self.reachable:
             self.reachable = True
+            self._announce("etcd_back")
             self.suspect()
         return answer
 
@@ -163,6 +165,7 @@ class Session:
                         target=self._run, name="fastports-etcd", daemon=True
                     )
                     self.thread.start()
+            self._announce("lease_granted", lease=answer.ID, ttl=self.granted)
             self.mail.put(_WAKE)
             lease: int = answer.ID
             return lease
@@ -181,6 +184,8 @@ class Session:
             self.lease = 0
             self.expires = 0.0
             self.checks = max(self.checks, 1)
+        count(LEASES_LOST)
+        self._announce("lease_lost", lease=lease, reason=reason, blocks=len(self.records))
         self._degrade(reason)
         self.mail.put(_WAKE)
 
@@ -365,6 +370,8 @@ class Session:
     def _fail(self) -> None:
         """Come back later, and not together with everybody else."""
         self.failures += 1
+        if self.reachable:
+            self._announce("etcd_silent", blocks=len(self.records))
         self.reachable = False
         self.checks = max(self.checks, 1)
         longest = min(self.granted / 3, 0.2 * 2.0 ** min(self.failures, 30))
@@ -590,10 +597,18 @@ class Session:
     # -- telling ---------------------------------------------------------------------------------
 
     def _tell(self, news: Iterable[tuple[Record, LeaseLost | None]]) -> None:
-        """Have the callbacks called, on a thread of their own: a slow one costs no lease."""
+        """Have it told what became of records, the callbacks of the registry included."""
+        self._add_news([(_event(error), record, {}, error) for record, error in news])
+
+    def _announce(self, event: str, **facts: object) -> None:
+        if wanted(event):
+            self._add_news([(event, None, facts, None)])
+
+    def _add_news(
+        self, news: list[tuple[str, Record | None, dict[str, Any], LeaseLost | None]]
+    ) -> None:
+        """Have it told by a thread of its own: a slow listener costs no lease."""
         with self.lock:
-            if self.on_lost is None and self.on_restored is None:
-                return
             self.news.extend(news)
             if not self.news or self.teller is not None:
                 return
@@ -608,10 +623,16 @@ class Session:
                 if not self.news:
                     self.teller = None
                     return
-                record, error = self.news.pop(0)
+                event, record, facts, error = self.news.pop(0)
+            if record is None:
+                emit(event, **facts)
+                continue
             block = record.block()
             if block is None:
                 continue
+            if event == "record_contested":
+                count(CONTESTED)
+            emit(event, block, reason="" if error is None else error.reason)
             try:
                 if error is not None:
                     if self.on_lost is not None:
@@ -651,6 +672,12 @@ class Session:
         for each in (thread, teller):
             if each is not None and each is not threading.current_thread():
                 each.join(CLOSING_PATIENCE)
+
+
+def _event(error: LeaseLost | None) -> str:
+    if error is None:
+        return "record_restored"
+    return "record_lost" if error.retryable else "record_contested"
 
 
 def describe(value: bytes) -> str:
