@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 DEBUG, INFO, WARNING = 10, 20, 30  # as in logging
 
-#: name: (logger below ``fastports.``, level, text for ``%`` with the facts)
+#: name: (logger below ``fastports.``, level, text for ``%`` with the facts). What is raised to the
+#: caller as well is INFO: whoever catches it decides whether it is trouble.
 EVENTS = {
     "allocated": ("ports", DEBUG, "%(ports)s/%(protocol)s held"),
     "released": ("ports", DEBUG, "%(ports)s/%(protocol)s released"),
@@ -54,7 +55,7 @@ EVENTS = {
     ),
     "child_listening": ("handoff", INFO, "pid %(pid)d listens after %(seconds).3f s"),
     "child_exited": ("handoff", INFO, "pid %(pid)d ended with %(returncode)d"),
-    "handoff_failed": ("handoff", WARNING, "hand-off to pid %(pid)d failed: %(why)s"),
+    "handoff_failed": ("handoff", INFO, "hand-off to pid %(pid)d failed: %(why)s"),
     "steal_seen": (
         "handoff", WARNING, "somebody else listens on port %(port)d (socket inode %(inode)d)",
     ),

@@ -212,7 +212,11 @@ class _Asyncio:
                 loop.remove_writer(fd)
 
     async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
-        future = self._asyncio.get_running_loop().run_in_executor(None, job)
+        try:
+            future = self._asyncio.get_running_loop().run_in_executor(None, job)
+        except BaseException:  # the loop is being shut down: it has no workers any more
+            _in_the_background(job.drop())
+            raise
         future.add_done_callback(_look)
         try:
             await self._asyncio.wait([future])  # leaves the future alone when it is cancelled

@@ -29,8 +29,11 @@ def _descriptors() -> set[str]:
 def _children() -> set[str]:
     found: set[str] = set()
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            found.update(file.read().split())
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found.update(file.read().split())
+        except FileNotFoundError:
+            continue  # that thread ended just now
     return found
 
 

@@ -103,8 +103,11 @@ def mine() -> list[Entry]:
 def children() -> list[int]:
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
-            found += map(int, file.read().split())
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                found += map(int, file.read().split())
+        except FileNotFoundError:
+            continue  # that thread ended just now
     return sorted(found)
 
 
@@ -454,6 +457,18 @@ def test_a_loop_that_is_given_up_leaves_nothing() -> None:
     loop.close()
     del waiting, task
     assert before.is_now()
+
+
+def test_a_search_that_no_worker_can_go_on_with_is_given_up() -> None:
+    async def main() -> None:
+        async with aio.allocate(1) as block:
+            await asyncio.get_running_loop().shutdown_default_executor()
+            before = Before()
+            with pytest.raises(RuntimeError, match="shutdown"):
+                await aio.reserve(block.first)
+            assert before.is_now()
+
+    asyncio.run(main())
 
 
 # --- cluster registries ---------------------------------------------------------------------------
