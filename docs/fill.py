@@ -42,7 +42,15 @@ def session(match: re.Match[str]) -> str:
 
 def main() -> None:
     folder = Path(__file__).parent
-    names = sys.argv[1:] or ["tutorial", "cli", "migration", "explanation", "faq", "portserver"]
+    names = sys.argv[1:] or [
+        "tutorial",
+        "cli",
+        "migration",
+        "explanation",
+        "faq",
+        "portserver",
+        "seeing",
+    ]
     for name in names:
         page = folder / f"{name}.md"
         text = PROGRAM.sub(program, page.read_text())

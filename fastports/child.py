@@ -434,7 +434,12 @@ class Child:
                 self.listened_after = took
                 self.tell("child_listening", seconds=took, waited_for=list(self.ports))
         except HandoffError as exc:
-            self.tell("handoff_failed", why=str(exc), returncode=exc.returncode)
+            self.tell(
+                "handoff_failed",
+                why=str(exc),
+                returncode=exc.returncode,
+                seconds=float(exc.elapsed),
+            )
             raise
         finally:
             watch.close()

@@ -23,7 +23,7 @@ from fastports._core import bind_abstract
 from fastports.cli import main
 from fastports.host import process_start
 
-COMMANDS = ["run", "ls", "probe", "map", "doctor", "gc"]
+COMMANDS = ["run", "ls", "probe", "map", "top", "doctor", "gc"]
 
 
 def entry(

@@ -16,7 +16,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 ENVIRONMENT.pop("PORTSERVER_ADDRESS", None)
-PAGES = ("tutorial", "migration", "explanation", "faq", "portserver")
+PAGES = ("tutorial", "migration", "explanation", "faq", "portserver", "seeing")
 BLOCK = re.compile(
     r"^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```)?",
     re.MULTILINE | re.DOTALL,

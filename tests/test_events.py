@@ -17,7 +17,7 @@ import pytest
 from programs import program
 
 import fastports
-from fastports import aio, hooks
+from fastports import aio, events, hooks
 from fastports.hooks import Event
 
 
@@ -345,3 +345,14 @@ def test_an_event_that_does_not_exist_is_refused(words: tuple[str, ...]) -> None
         hooks.subscribe(print, *words)
     with pytest.raises(fastports.InvalidRequest, match="cannot be called"):
         hooks.subscribe(None)  # type: ignore[arg-type]
+
+
+def test_the_page_names_every_event_with_its_logger_and_level() -> None:
+    from pathlib import Path
+
+    page = (Path(__file__).parent.parent / "docs" / "seeing.md").read_text()
+    rows = [line.split(" | ")[:3] for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [
+        [f"| `{name}`", f"`fastports.{logger}`", logging.getLevelName(level)]
+        for name, (logger, level, _) in events.EVENTS.items()
+    ]

@@ -27,6 +27,7 @@ Finds free ports and holds them until the program they are meant for listens.
   ls          who has which ports on this host
   probe       whether ports are free, and how many are not
   map         a picture of a range of ports
+  top         who holds and who listens, as it changes
   doctor      what works here, what does not, and what to type
   gc          clean up what dead owners left in etcd
   portserver  give ports to programs that only ask for a number
@@ -61,6 +62,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from .map import map_
 
         return map_
+    if name == "top":
+        from .top import top
+
+        return top
     if name == "doctor":
         from .doctor import doctor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from .. import PortRange, PortState, probe
+from .. import PortRange, PortState, entries, probe
 from ..ranges import default_plan, parse_ephemeral, parse_reserved, read_ephemeral, read_reserved
 from . import cluster
 from .options import Options, parse
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["map_"]
 
 HELP = """\
-usage: fastports map [RANGE] [--protocol P] [--etcd [ENDPOINTS]]
+usage: fastports map [RANGE] [OPTION...]
 
 Draws which ports of RANGE are taken at this moment; without RANGE, those of
 the range that fastports chooses from here. A letter stands for one port, or in
@@ -31,18 +31,19 @@ a large range for several: then a capital means all of them, a small one some.
   e  recorded in etcd, not held      !  denied by a sandbox
 
   --protocol P   tcp (default), udp or both
+  --svg FILE, --png FILE    write the picture into a file, with matplotlib
   --etcd E, --namespace N   what etcd has for this host; `fastports help etcd`
 
 The picture is as wide as the terminal, in colour on a terminal unless NO_COLOR
 is set to something.
 
 examples:
-  fastports map
   fastports map 1-65535 --protocol udp
+  fastports map --png ports.png
 
 Exit status: 0."""
 
-_NAMES = {"--protocol": "protocol", **cluster.NAMES}
+_NAMES = {"--protocol": "protocol", "--svg": "svg", "--png": "png", **cluster.NAMES}
 
 _HELD, _RECORDED, _BUSY, _DENIED, _PRIVILEGED, _RESERVED, _EPHEMERAL, _FREE = "hex!pr~."
 _LEGEND = {
@@ -96,9 +97,14 @@ def map_(words: Sequence[str]) -> int:
             _RECORDED if port in recorded and letter != _HELD else letter
             for port, letter in zip(ports, classes, strict=True)
         )
+    counts = {letter: classes.count(letter) for letter in _LEGEND}
+    for form in ("svg", "png"):
+        if (path := options[form]) is not None:
+            _write(path, form, ports, protocol, classes, counts)
+    if "svg" in options or "png" in options:
+        return 0
     width, height, colour = _screen()
     each, across = _scale(len(ports), width, height)
-    counts = {letter: classes.count(letter) for letter in _LEGEND}
     for label, cells in _rows(ports, classes, each, across):
         groups = [cells[at : at + 10] for at in range(0, len(cells), 10)]
         print(f"{label:>5}  " + " ".join(_painted(group, colour) for group in groups).rstrip())
@@ -112,6 +118,29 @@ def map_(words: Sequence[str]) -> int:
         number = len(recorded.intersection(ports))
         print(f"recorded in etcd for this host: {number} port{'' if number == 1 else 's'}")
     return 0
+
+
+def _write(
+    path: str, form: str, ports: PortRange, protocol: str, classes: str, counts: dict[str, int]
+) -> None:
+    from .picture import draw
+
+    each, across = 1, 100
+    if len(ports) <= 1000:
+        across = 50 if len(ports) > 100 else 20 if len(ports) > 20 else 10
+    elif len(ports) > 10000:
+        each, across = _scale(len(ports), 232, 110)
+    title = f"{ports if len(ports) > 1 else ports.first} ({protocol})"
+    if each > 1:
+        title += f", {each} ports a cell"
+    blocks = [
+        (max(entry.first, ports.first), min(entry.last, ports.last), entry.label)
+        for entry in entries()
+        if "both" in (protocol, entry.protocol) or protocol == entry.protocol
+    ]
+    draw(
+        path, form, title, list(_rows(ports, classes, each, across)), each, _LEGEND, counts, blocks
+    )
 
 
 def _classes(ports: PortRange, protocol: str, ephemeral: tuple[int, int]) -> str:

@@ -1,0 +1,1 @@
+"""What ``stats()`` counts, for systems that collect numbers; each module needs an extra."""
