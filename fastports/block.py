@@ -312,8 +312,16 @@ class PortBlock:
             When somebody else has bound one of the markers; the block stays held.
         """
         hold = self._acting()
+        self._mark()
+        self._unserve()
+        if hold.close_sockets():
+            emit("holds_closed", self)
+
+    def _mark(self) -> list[int]:
+        """Bind the markers; the holds stay, until :meth:`close_holds` or :meth:`_unmark`."""
+        self._acting()
         if self._markers is not None:
-            return
+            return self._markers.filenos()
         # on record before anything is bound: a fork or a release may come at any moment
         markers = self._markers = Hold()
         error, port = markers.mark(PROTOCOLS[self.protocol], self.first, len(self))
@@ -328,10 +336,13 @@ class PortBlock:
                 host=self.host,
                 cause="marked",
             )
-        self._unserve()
-        hold.close_sockets()
-        emit("holds_closed", self)
         if self._hold is None:  # released meanwhile by another thread
+            markers.close()
+        return markers.filenos()
+
+    def _unmark(self) -> None:
+        markers, self._markers = self._markers, None
+        if markers is not None:
             markers.close()
 
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:

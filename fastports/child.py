@@ -60,7 +60,7 @@ def sweep() -> None:
 
 def _end_all() -> None:
     """At the exit of the launcher: TERM to every child at once, a grace, then KILL."""
-    mine = list(_running | _lingering)
+    mine = [child for child in _running | _lingering if not child._detached]
     for child in mine:
         child._signal_family(_TERM)
     for child in mine:
@@ -106,7 +106,7 @@ class Child:
     """A running program, made by ``block.spawn``.
 
     Use it as a context manager, or call :meth:`stop`: both end the program and its descendants.
-    What is still running when the launcher exits is ended then.
+    What is still running when the launcher exits is ended then, unless it is detached.
 
     Attributes
     ----------
@@ -142,6 +142,7 @@ class Child:
         leash: int,
         started: float,
         grace: float,
+        detached: bool,
         pipes: tuple[int, int, int],
         stderr_tail: Callable[[], str],
         hint: str,
@@ -150,6 +151,7 @@ class Child:
         self._process = process
         self._family = Family(process.pid, token, leads=leads, leash=leash)
         self._grace = grace
+        self._detached = detached
         self._stderr_tail = stderr_tail
         self._hint = hint
         self._handover = handover

@@ -17,11 +17,13 @@ from .command import FIRST_DESCRIPTOR, Command, number
 from .errors import HandoffError, InvalidRequest
 from .events import emit
 from .family import TOKEN
+from .host import record_for
 from .listening import facts
 from .mode import Handover, Mode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from _socket import socket
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any, Protocol, TypeAlias
 
@@ -47,6 +49,8 @@ PORTS = b"FASTPORTS_PORTS"
 _PIPE_SIZE = 1 << 20
 _F_SETPIPE_SZ = 1031
 
+_KEPT_FROM = 200  # above the descriptors that people give numbers to
+
 _TAIL = 8192  # bytes of stderr that are looked at
 _TAIL_LINES = 20
 
@@ -66,10 +70,12 @@ class _Launch:
         *,
         exclusive: bool,
         listen: bool,
+        detach: bool,
     ) -> None:
         self.command = command
         self.exclusive = exclusive
         self.listen = listen
+        self.detach = detach
         self._descriptors = descriptors
         self._group = group
         self._leash = leash
@@ -78,6 +84,11 @@ class _Launch:
         """Start the program; ``added`` are keyword arguments of :func:`fastports._spawn.start`."""
         command = self.command
         descriptors = {**self._descriptors, **added.pop("descriptors", {})}
+        for fd in added.pop("kept", ()):
+            number = max(_KEPT_FROM, *descriptors) if descriptors else _KEPT_FROM
+            descriptors[number + 1] = fd
+        if self.detach:
+            added["death_signal"] = 0
         try:
             return start(
                 command.programs,
@@ -91,6 +102,17 @@ class _Launch:
             )
         except OSError as exc:
             raise self.explain(exc) from None
+
+    def entry(self) -> socket | None:
+        """A socket for a detached child to keep, so that its ports stay on record."""
+        if not self.detach:
+            return None
+        from _socket import AF_UNIX, SOCK_CLOEXEC, SOCK_DGRAM, socket
+
+        try:
+            return socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC)
+        except OSError:
+            return None
 
     def explain(self, exc: OSError) -> OSError:
         """The same error as ``subprocess.Popen`` words it: with the file that it is about."""
@@ -153,11 +175,11 @@ class _Passed(Handover):
         self._block = block
 
     def listening(self) -> None:
-        if self._block.state not in ("released", "closed"):
+        if not (self._block.released or self._block.holds_closed):
             self._block.close_door()
 
     def over(self) -> None:
-        if self._block.state not in ("released", "closed"):
+        if not (self._block.released or self._block.holds_closed):
             _each(self._block, _hold_again)
 
 
@@ -175,7 +197,16 @@ class _Descriptors(Mode):
         if launch.listen:
             _each(block, _listen)
         descriptors = {FIRST_DESCRIPTOR + index: fd for index, fd in enumerate(fds)}
-        return launch(descriptors=descriptors, listen_pid=True), _Passed(block)
+        entry = launch.entry()
+        try:
+            kept = () if entry is None else (entry.fileno(),)
+            process = launch(descriptors=descriptors, kept=kept, listen_pid=True)
+            if entry is not None:
+                record_for(block, process.pid, entry)
+        finally:
+            if entry is not None:
+                entry.close()
+        return process, _Passed(block)
 
 
 _BACKLOG = 4096  # the kernel takes net.core.somaxconn if that is less
@@ -257,16 +288,34 @@ class _Close(Mode):
 
     def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
         launch.command.check_program()
-        process = launch(gate=True)
+        kept: list[int] = []
+        entry = launch.entry()
+        marked = block.holds_closed
         try:
-            block.close_holds()  # the markers first; the child has no copy of the holds any more
-            process.go()
-        except OSError as exc:
-            process.abort()
-            raise launch.explain(exc) from None
-        except BaseException:
-            process.abort()
-            raise
+            if launch.detach:
+                kept += block._mark()
+            if entry is not None:
+                kept.append(entry.fileno())
+            try:
+                process = launch(gate=True, kept=kept)
+            except BaseException:
+                if launch.detach and not marked:
+                    block._unmark()
+                raise
+            try:
+                block.close_holds()  # the markers first; the child has no copy of the holds by now
+                if entry is not None:
+                    record_for(block, process.pid, entry)
+                process.go()
+            except OSError as exc:
+                process.abort()
+                raise launch.explain(exc) from None
+            except BaseException:
+                process.abort()
+                raise
+        finally:
+            if entry is not None:
+                entry.close()
         return process, Handover()
 
 
@@ -300,8 +349,20 @@ def modes() -> dict[str, ModeStatus]:
     return {mode.name: ModeStatus(mode.name, mode.why_not()) for mode in _MODES}
 
 
-def _choose(handoff: str, block: PortBlock, command: Command, exclusive: bool) -> Mode:
+def _choose(
+    handoff: str, block: PortBlock, command: Command, *, exclusive: bool, detach: bool
+) -> Mode:
     by_name = {mode.name: mode for mode in _MODES}
+    if detach:
+        if handoff not in ("auto", "close", "fd") or exclusive:
+            raise InvalidRequest(
+                "detach=True leaves the program to itself, and what handoff="
+                f"{'broker' if exclusive else handoff!r} does for it ends with this process. Pass"
+                " handoff='close', or 'fd' for a program that takes sockets.",
+                argument="detach",
+                value=detach,
+            )
+        handoff = "close" if handoff == "auto" else handoff
     if exclusive and handoff not in ("auto", "broker"):
         raise InvalidRequest(
             f"exclusive=True takes an option from the child's sockets, which handoff={handoff!r}"
@@ -500,6 +561,7 @@ def spawn(
     foreground: bool = False,
     exclusive: bool = False,
     listen: bool = False,
+    detach: bool = False,
     grace: float = 5.0,
 ) -> Child:
     """Start a program on the ports of a block and wait until it listens on them.
@@ -552,6 +614,12 @@ def spawn(
     listen
         In fd mode: have the sockets listen before the program starts, so that clients can connect
         from now on and wait for it.
+    detach
+        Leave the child running when this process ends, in a session of its own. In close mode,
+        which ``"auto"`` takes then, it inherits the markers of the ports (descriptors above 200),
+        so that no other user of fastports takes them until it and all that inherited them have
+        ended; in fd mode it has the sockets themselves. Either way it is on record with its own
+        pid. :meth:`Child.stop` and a ``with`` statement end it as they end any child.
     grace
         Seconds between SIGTERM and SIGKILL wherever the child is ended.
 
@@ -559,7 +627,7 @@ def spawn(
     -------
     Child
         What quacks like ``subprocess.Popen``. The child gets SIGKILL when this process ends,
-        however it ends; not when the calling thread does.
+        however it ends; not when the calling thread does, and not with ``detach``.
 
     Raises
     ------
@@ -602,6 +670,12 @@ def spawn(
             argument="foreground",
             value=foreground,
         )
+    if detach and foreground:
+        raise InvalidRequest(
+            "detach=True leaves the terminal, foreground=True keeps it. Pass one of them.",
+            argument="foreground",
+            value=foreground,
+        )
     streams = _Streams(stdin, stdout, stderr)
     kept = _kept(pass_fds)
     token = os.urandom(8).hex().encode()
@@ -631,12 +705,12 @@ def spawn(
     wanted = _wanted(block, wait, command.named)
 
     block.filenos()  # a released block, or another process's, says so
-    mode = _choose(handoff, block, command, exclusive)
+    mode = _choose(handoff, block, command, exclusive=exclusive, detach=detach)
     emit("mode_chosen", block, mode=mode.name, asked=handoff)
     if mode.name != "fd" and not block.holds_closed:
         _stop_listening(block)
     sweep()
-    group = _spawn.OWN_SESSION if new_session else _spawn.OWN_GROUP
+    group = _spawn.OWN_SESSION if new_session or detach else _spawn.OWN_GROUP
     if foreground:
         group = _spawn.SHARED
     child = _start(
@@ -648,6 +722,7 @@ def spawn(
         group,
         exclusive=exclusive,
         listen=listen,
+        detach=detach,
         wanted=wanted,
         token=token,
         grace=grace,
@@ -667,6 +742,7 @@ def _start(
     *,
     exclusive: bool,
     listen: bool,
+    detach: bool,
     wanted: Sequence[int],
     token: bytes,
     grace: float,
@@ -677,10 +753,18 @@ def _start(
     began = time.monotonic()
     try:
         streams.open()
-        if group != _spawn.SHARED:
+        if group != _spawn.SHARED and not detach:
             reader, leash = os.pipe2(os.O_CLOEXEC)
         descriptors = {**streams.descriptors, **kept}
-        launch = _Launch(command, descriptors, group, reader, exclusive=exclusive, listen=listen)
+        launch = _Launch(
+            command,
+            descriptors,
+            group,
+            reader,
+            exclusive=exclusive,
+            listen=listen,
+            detach=detach,
+        )
         process, handover = mode.start(block, launch)
         child = Child(
             process,
@@ -693,6 +777,7 @@ def _start(
             leash=leash,
             started=began,
             grace=grace,
+            detached=detach,
             pipes=(streams.pipes[0], streams.pipes[1], streams.pipes[2]),
             stderr_tail=streams.tail,
             hint=mode.hint,

@@ -24,6 +24,7 @@ from .registry import Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from _socket import socket
     from collections.abc import Collection, Iterator, Sequence
 
     from .block import PortBlock
@@ -108,6 +109,22 @@ class HostRegistry:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def record_for(block: PortBlock, pid: int, sock: socket) -> None:
+    """Make an unbound UNIX datagram socket an entry of ``block``, as process ``pid``'s."""
+    at = b"" if block.host is None else address_part(parse_address(block.host))
+    now = int(clock_gettime(CLOCK_BOOTTIME))
+    span = b"%s%d-%d%s" % (HEADS[block.protocol], block.first, block.last, at)
+    for attempt in range(8):  # somebody may have taken the name
+        name = b"%s/%x/%x/%x/" % (span, pid, process_start(pid) or 0, now - attempt)
+        # the label is cut, not inside a character
+        label = block.label.encode()[: _NAME_BYTES - len(name)].decode(errors="ignore")
+        try:
+            sock.bind(b"\0" + name + label.encode())
+        except OSError:
+            continue
+        return
 
 
 def entries() -> Iterator[Entry]:
