@@ -10,7 +10,7 @@ import os
 import time
 
 from . import events
-from ._spawn import Process
+from ._spawn import Process, has_reader
 from .errors import HandoffError, NotOwner
 from .events import count, emit
 from .family import Family, whose
@@ -521,7 +521,11 @@ class Child:
         if self.returncode is None:
             return
         # Zombies of the group count for killpg, not for us; the walk tells, and is seldom needed.
-        expected = self._group_lives() or (self._family.scattered and self.returncode == 0)
+        expected = (
+            self._group_lives()
+            or (self._family.scattered and self.returncode == 0)
+            or (self._family.leash >= 0 and has_reader(self._family.leash))
+        )
         if self._over or not expected or not self._family.members():
             _lingering.discard(self)
             self._drop_leash()  # dropped before, it would kill the rest of the group

@@ -369,7 +369,7 @@ class Server:
         where it takes none.
     fd_listen
         Whether a passed socket has to listen already: it does not see to that itself, or it sets
-        SO_REUSEADDR on the socket some time before (hypercorn), which opens the door of a hold.
+        SO_REUSEADDR on the socket before (gunicorn, hypercorn), which opens the door of a hold.
     plain
         It binds without SO_REUSEADDR.
     shares
@@ -481,6 +481,7 @@ _ALL = [
         [PYTHON, "-m", "gunicorn", "wsgi:app", "-b", "0.0.0.0:{port}"],
         ["gunicorn"],
         fd_argv=[PYTHON, "-m", "gunicorn", "wsgi:app"],
+        fd_listen=True,
     ),
     Server(
         "granian",

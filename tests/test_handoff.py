@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from brokering import enter
 from programs import program
 
 import fastports
@@ -593,6 +594,22 @@ def test_a_stranger_who_entered_through_the_open_door_is_told(block: PortBlock) 
         assert f"process {os.getpid()}" in str(failed.value)
 
 
+def test_the_stated_limit_a_reuse_address_stranger_enters_before_the_child_and_is_told(
+    block: PortBlock,
+) -> None:
+    with block.spawn(program("never"), handoff="door", wait=None) as child:
+        assert enter("0.0.0.0", block.first) is None
+        assert enter("0.0.0.0", block.first, reuse_port=True) is None
+        stranger = enter("0.0.0.0", block.first, reuse_address=True)
+        assert stranger is not None
+        with stranger, pytest.raises(HandoffError) as failed:
+            child.wait_listening(20)
+        assert failed.value.inode is not None
+        assert f"process {os.getpid()}" in str(failed.value)
+        assert child.returncode is not None
+    assert enter("0.0.0.0", block.first, reuse_address=True) is None
+
+
 def test_a_stranger_on_another_address_of_the_port_is_told(block: PortBlock) -> None:
     block.open_door()
     with socket.socket() as stranger:
@@ -657,6 +674,24 @@ def test_the_family_ends_in_every_kind_of_group(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_what_a_killed_child_left_in_a_session_of_its_own_is_ended_by_stop(
+    block: PortBlock,
+) -> None:
+    """As PostgreSQL's processes are, which overwrite their environment, too."""
+    code = "import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n"
+    code += "    os.execve('/bin/sh', ['sh', '-c', 'echo $$; exec sleep 1000'], {})\n"
+    code += "time.sleep(1000)"
+    argv = [sys.executable, "-ISc", code]
+    with block.spawn(argv, handoff="door", wait=None, stdout=PIPE) as child:
+        assert child.stdout is not None
+        left = int(child.stdout.readline())
+        child.kill()
+        assert child.wait(20) == -signal.SIGKILL
+        assert runs(left)
+        child.stop(0)
+        assert not runs(left)
+
+
 def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> None:
     with block.spawn(program("server", "{port}"), handoff="door") as child:
         pid = os.fork()
