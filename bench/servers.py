@@ -135,6 +135,7 @@ def cell(server: Server, mode: str, found: dict[str, Any] | None) -> str:
     return (
         f"{found['answered']} of {found['starts']};"
         f" {found['entered']:,} of {found['attacks']:,} entered"
+        + ("²" if mode == "fd" and server.fd_listen else "")
     )
 
 
@@ -194,6 +195,8 @@ In broker and fd mode together: {safe:,} starts, {attacks:,} attacks, {entered:,
 ¹ sets SO_REUSEPORT itself, which lets every program of the same user that sets it, too, join its
 port; in broker mode it ran with `exclusive=True`, which takes that option away. The other modes
 cannot.
+
+² with `listen=True`.
 
 {missing}
 Made by `python -m bench.servers` on Linux {kernel}, CPython {python}, by a launcher that {shut}
