@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,11 @@ def test_on_a_terminal_it_fills_the_screen_and_puts_it_back(leave: str) -> None:
     with package.allocate(3, label=label), terminal(*COMMAND, "top") as term:
         shown = term.expect("q quits")
         assert "\x1b[?1049h" in shown and "PORTS" in shown
+        assert not termios.tcgetattr(term.fd)[3] & (termios.ECHO | termios.ICANON)
         term.type(leave)
         assert term.end() == 0
+        assert termios.tcgetattr(term.fd)[3] & termios.ECHO
+        assert termios.tcgetattr(term.fd)[3] & termios.ICANON
         assert "\x1b[?1049l" in term.shown and "\x1b[?25h" in term.shown
 
 
