@@ -398,7 +398,7 @@ def test_probe_of_one_port_says_what_is_on_it() -> None:
 
 
 @root_only
-def test_probe_tells_a_time_wait_from_a_server() -> None:
+def test_c21_probe_tells_a_time_wait_from_a_server() -> None:
     """C21"""
     with network():
         time_wait(20_005)

@@ -38,7 +38,7 @@ def refusal_of(function: object, *args: object, **kwargs: object) -> fastports.F
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EACCES])
 @pytest.mark.parametrize("size", [1, 8])
-def test_a_sandbox_that_denies_bind_is_told_after_one_probe(error: int, size: int) -> None:
+def test_c40_a_sandbox_that_denies_bind_is_told_after_one_probe(error: int, size: int) -> None:
     """C40"""
 
     def denied() -> tuple[fastports.FastportsError, int]:
@@ -162,8 +162,8 @@ def test_an_address_of_another_machine_is_an_invalid_request_that_says_so(host: 
 
 
 @root_only
-def test_allocation_works_without_a_route_an_address_or_a_name() -> None:
-    """C42: not even the loopback interface is up."""
+def test_c42_allocation_works_without_a_route_an_address_or_a_name() -> None:
+    """Not even the loopback interface is up."""
     with network(loopback=False):
         with fastports.allocate(4) as block:
             assert [entry.first for entry in fastports.entries()] == [block.first]
@@ -175,7 +175,7 @@ def test_allocation_works_without_a_route_an_address_or_a_name() -> None:
 
 
 @root_only
-def test_a_privileged_port_is_told_from_a_taken_one() -> None:
+def test_c41_a_privileged_port_is_told_from_a_taken_one() -> None:
     """C41"""
 
     def reserved() -> list[fastports.FastportsError]:
@@ -405,7 +405,7 @@ def test_an_ephemeral_range_that_is_used_up_hinders_no_allocation() -> None:
 
 
 @root_only
-def test_reserved_ports_are_never_handed_out_by_default_but_when_named() -> None:
+def test_c10_reserved_ports_are_never_handed_out_by_default_but_when_named() -> None:
     """C10, C12"""
     with network({"net.ipv4.ip_local_reserved_ports": "43001-43002"}):
         for _ in range(50):

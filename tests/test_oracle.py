@@ -339,7 +339,7 @@ def test_each_port_is_bound_at_most_once_before_it_is_found_and_few_twice_before
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 10_000), (8, 2_000), (32, 550)])
-def test_a_full_range_of_10000_is_refused_after_few_probes(size: int, most: int) -> None:
+def test_c14_a_full_range_of_10000_is_refused_after_few_probes(size: int, most: int) -> None:
     """C14, in probes."""
     import resource
 

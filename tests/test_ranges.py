@@ -84,14 +84,14 @@ def where(allocator: fastports.Allocator, draws: int = 60) -> tuple[int, int]:
         ("25000 60999", "", 20000, 24999),
         ("1024 28999", "", 29000, 29999),  # just 1000 are left
         ("1024 29000", "", 29001, 65535),  # 999 are left: elsewhere
-        ("9000 65000", "", 1024, 8999),  # C08
+        ("9000 65000", "", 1024, 8999),
         ("2000 65000", "", 1024, 1999),
         ("32768 60999", "20000-28999", 29000, 29999),
         ("32768 60999", "20000-29000", 1024, 32767),
         ("32768 60999", "1024-30000", 61000, 65535),
     ],
 )
-def test_the_default_range_keeps_out_of_what_the_kernel_gives_away(
+def test_c08_the_default_range_keeps_out_of_what_the_kernel_gives_away(
     ephemeral: str, reserved: str, low: int, high: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with network({"net.ipv4.ip_local_port_range": ephemeral,
@@ -103,7 +103,7 @@ def test_the_default_range_keeps_out_of_what_the_kernel_gives_away(
 
 
 @root_only
-def test_without_a_port_outside_the_ephemeral_range_it_works_and_warns_once(
+def test_c09_without_a_port_outside_the_ephemeral_range_it_works_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """C09"""
@@ -173,8 +173,8 @@ def test_sysctls_are_those_of_the_calling_thread_at_the_time_of_the_call() -> No
 
 
 @root_only
-def test_ports_of_two_networks_are_told_apart() -> None:
-    """C28: the same number in another network namespace is another port."""
+def test_c28_ports_of_two_networks_are_told_apart() -> None:
+    """The same number in another network namespace is another port."""
     with network():
         with fastports.allocate(4, label="outside") as outside:
             with network():

@@ -60,7 +60,7 @@ def who_enters(port: int, kind: int) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("host", COVERED)
 @pytest.mark.parametrize("protocol", KINDS)
-def test_only_so_reuseaddr_enters_a_held_port_and_only_through_an_open_door(
+def test_c16_c17_c22_only_so_reuseaddr_enters_a_held_port_and_only_through_an_open_door(
     host: str | None, protocol: str
 ) -> None:
     """C16, C17, C22: from another process, of the same and of another user."""
@@ -89,7 +89,7 @@ def test_tcp_and_udp_are_separate_spaces() -> None:
             assert not can_bind(block.first, kind=socket.SOCK_DGRAM)
 
 
-def test_both_holds_each_number_in_tcp_and_udp() -> None:
+def test_c24_both_holds_each_number_in_tcp_and_udp() -> None:
     """C24"""
     with fastports.allocate(3, protocol="both") as block:
         descriptors = block.filenos()

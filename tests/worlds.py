@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 NOBODY = 65534
 
+PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
@@ -203,6 +205,41 @@ def in_child(
         return function()
 
     return Child(bounded).result(timeout)  # type: ignore[return-value]
+
+
+def container(*, uid: int | None = None) -> None:
+    """Make the calling (forked) process the first of a pid namespace, with a /tmp of its own.
+
+    The network stays that of the caller. With ``uid`` it is a rootless container: another user, who
+    is root in a user namespace only. Where the sources are below /tmp, they are brought along.
+    """
+    sources = {os.path.realpath(path) for path in (os.getcwd(), sys.prefix, sys.base_prefix)}
+    if uid is not None:
+        become(uid)
+        unshare(CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"),
+                           ("gid_map", f"0 {uid} 1")):  # fmt: skip
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    unshare(CLONE_NEWNS | CLONE_NEWPID)
+    first = os.fork()
+    if first:  # stands in for the container: dies with it, and takes it along
+        status = 1
+        try:
+            _check(libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0), "pdeathsig")
+            status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+        finally:
+            os._exit(status & 0xFF)
+    _check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+    MS_REC, MS_PRIVATE, MS_BIND = 0x4000, 0x40000, 0x1000
+    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "private mounts")
+    kept = [(path, os.open(path, os.O_PATH)) for path in sources if path.startswith("/tmp/")]
+    _check(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None), "/tmp")
+    for path, fd in kept:
+        os.makedirs(path, exist_ok=True)
+        _check(libc.mount(b"/proc/self/fd/%d" % fd, path.encode(), None, MS_BIND, None), path)
+        os.close(fd)
+    _check(libc.mount(b"proc", b"/proc", b"proc", 0, None), "/proc")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = 20) -> None:
