@@ -45,7 +45,8 @@ def integer(value: object) -> int | None:
     """``value`` as an int if it is an integer of any kind (numpy's too), but no bool; else None."""
     if type(value) is int:
         return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    # numpy's booleans are no bool, and before numpy 2.3 they have an __index__
+    if type(value).__name__ in ("bool", "bool_") or not hasattr(value, "__index__"):
         return None
     # through __index__, not isinstance: numpy's integers are no int
     try:
