@@ -132,15 +132,25 @@ class EtcdRegistry:
         if advertise is None:
             advertise = environ("FASTPORTS_ETCD_ADVERTISE")
         self.namespace = check_word("namespace", namespace)
+        if namespace == "*":
+            raise InvalidRequest(
+                "'*' stands for all namespaces where one looks; name one to record in",
+                argument="namespace",
+                value=namespace,
+            )
         if isinstance(ttl, bool) or not isinstance(ttl, int) or not 2 <= ttl <= 86400:
             raise InvalidRequest(
                 f"ttl is a whole number of seconds from 2 to 86400, not {ttl!r}",
                 argument="ttl",
                 value=ttl,
             )
-        if not 0 < timeout < float("inf"):
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
             raise InvalidRequest(
                 "timeout is a positive number of seconds", argument="timeout", value=timeout
+            )
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidRequest(
+                "retry is a fastports.retry.Retry, or None", argument="retry", value=retry
             )
         for name, hook in (("on_lost", on_lost), ("on_restored", on_restored)):
             if hook is not None and not callable(hook):

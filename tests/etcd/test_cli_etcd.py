@@ -343,7 +343,8 @@ def test_doctor_tells_of_each_endpoint_and_of_the_rights(etcd_server: Etcd, name
         none = fastports("doctor", "--etcd", gone, status=1).stdout
     words = " ".join(whole.split())
     assert f"{etcd_server.endpoint} answers in" in words and "etcd 3.5.1, which may" in words
-    assert "ok clock" in words and "ok rights" in words and "taken off after 30 s" in words
+    assert "ok clock" in words and "taken off after 30 s" in words
+    assert f"ok rights etcd asks for no login to read the namespace {namespace!r}, which" in words
     words = " ".join(half.split())
     assert f"BAD etcd etcd at {gone} cannot be reached" in words and "ok rights" in words
     assert f"BAD etcd etcd at {gone} cannot be reached" in " ".join(none.split())
@@ -384,7 +385,7 @@ def test_login_and_certificates_come_from_the_environment(tmp_path: Path) -> Non
         }
         assert fastports("run", "-q", "--", "true", env=environment).stderr == ""
         text = " ".join(fastports("doctor", "--etcd", env=environment).stdout.split())
-        assert "user 'launcher' may read the namespace" in text
+        assert "user 'launcher' may read the namespace 'default', which has" in text
         for changed, status, part in (
             ({"FASTPORTS_ETCD_PASSWORD": "wrong"}, 1, "check FASTPORTS_ETCD_USER"),
             ({"FASTPORTS_ETCD_USER": "stranger"}, 1, "check FASTPORTS_ETCD_USER"),

@@ -15,6 +15,7 @@ import etcd3
 import grpc
 import pytest
 
+from fastports import Allocator
 from fastports.errors import (
     InvalidRequest,
     RegistryDenied,
@@ -110,6 +111,8 @@ def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> No
         ({"namespace": "a\x00"}, "namespace"),
         ({"namespace": "\ud800"}, "namespace"),
         ({"namespace": "x" * 201}, "namespace"),
+        ({"namespace": "*"}, "namespace"),
+        ({"namespace": b"n"}, "namespace"),
         ({"host_id": "a/b"}, "host_id"),
         ({"host_id": ""}, "host_id"),
         ({"advertise": "a\tb"}, "advertise"),
@@ -117,8 +120,12 @@ def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> No
         ({"ttl": 86401}, "ttl"),
         ({"ttl": 2.5}, "ttl"),
         ({"ttl": True}, "ttl"),
+        ({"ttl": "30"}, "ttl"),
         ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"timeout": None}, "timeout"),
+        ({"retry": 3}, "retry"),
         ({"user": "u"}, "password"),
         ({"password": "p"}, "user"),
         ({"ca": "/nonexistent.pem"}, "ca"),
@@ -144,6 +151,12 @@ def test_metadata_that_cannot_be_recorded_is_refused_before_any_connection(
 ) -> None:
     with EtcdRegistry("127.0.0.1:1") as registry, pytest.raises(InvalidRequest) as caught:
         registry.claim([block(20000, metadata=metadata)], search=SEARCH, timeout=1)
+    assert caught.value.argument == "metadata"
+
+
+def test_an_allocator_lets_go_of_ports_whose_metadata_cannot_be_recorded() -> None:
+    with EtcdRegistry("127.0.0.1:1") as registry, pytest.raises(InvalidRequest) as caught:
+        Allocator(registry=registry).allocate(2, metadata={"x": "y" * 70000})
     assert caught.value.argument == "metadata"
 
 
