@@ -300,10 +300,11 @@ class _Feed:
     def start(self) -> None:
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="fastports-etcd-watch", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread  # now: stop() waits for it, which it must have begun for
 
     def stop(self) -> None:
         self._stopped.set()

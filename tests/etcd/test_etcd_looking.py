@@ -176,6 +176,25 @@ def test_a_watch_ends_when_it_is_closed(registry: EtcdRegistry) -> None:
     assert changes.get(timeout=1) is None
 
 
+def test_a_watch_may_be_closed_at_the_moment_it_begins(registry: EtcdRegistry) -> None:
+    import threading
+
+    for _ in range(200):
+        changes = registry.watch()
+        both = threading.Barrier(2)
+
+        def follow(changes: Any = changes, both: Any = both) -> None:
+            both.wait(5)
+            list(changes)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        both.wait(5)
+        changes.close()
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def test_a_forgotten_watch_ends_its_thread(registry: EtcdRegistry) -> None:
     mine = block(20000)
     registry.claim([mine], search=SEARCH, timeout=5)
