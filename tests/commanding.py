@@ -162,6 +162,10 @@ def terminal(*argv: str, env: Mapping[str, str] | None = None) -> Iterator[Termi
     if pid == 0:
         try:
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+            # Ctrl-C would drop output that nobody has read yet, the answer to it perhaps
+            modes = termios.tcgetattr(0)
+            modes[3] |= termios.NOFLSH
+            termios.tcsetattr(0, termios.TCSANOW, modes)
             os.execve(argv[0], argv, environment)
         finally:
             os._exit(127)

@@ -52,8 +52,9 @@ def listening() -> Iterator[int]:
 # --- as a whole -----------------------------------------------------------------------------------
 
 
-def test_help_for_etcd_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help", "etcd"]) == 0
+@pytest.mark.parametrize("page", ["etcd", "supervise"])
+def test_help_for_more_fits_on_a_screen(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", page]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
 
@@ -138,6 +139,29 @@ WRONG = [
     "run --many a=1 -- echo {port0}",
     "run --many a=1 -- echo {a1}",
     "run --many a=9 --range 20000-20004 true",
+    "run --exclusive --handoff door true",
+    "run --listen --handoff door true",
+    "run --detach --handoff broker true",
+    "run --detach --exclusive true",
+    "run --detach --restart no true",
+    "run --detach --many a=1 true",
+    "run --detach --etcd 127.0.0.1:1 true",
+    "run --restart sometimes true",
+    "run --restart= true",
+    "run --restart no --max-restarts -1 true",
+    "run --restart no --max-restarts x true",
+    "run --restart no --backoff x true",
+    "run --restart no --handoff magic true",
+    "run --backoff 1 true",
+    "run --max-restarts 1 true",
+    "run --count 0 true",
+    "run --count x true",
+    "run --grace -1 true",
+    "run --report-fd x true",
+    "run --report-fd 1048575 true",
+    "run --report - --report-fd 1 true",
+    "run --count 2 -- echo {port1}",
+    "run --count 2 --many a=1 -- echo {a1}",
     "ls extra",
     "ls --bogus",
     "probe",
@@ -164,7 +188,17 @@ def test_wrong_usage_is_one_line_on_stderr_and_status_2(
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("fastports: ") and err.count("\n") == 1, err
     # what to do is told in the words of the command line
-    for word in ("range=", "host=", "timeout=", "label=", "None", "argv", "allocate(", "metadata"):
+    for word in (
+        "range=",
+        "host=",
+        "timeout=",
+        "label=",
+        "=True",
+        "None",
+        "argv",
+        "allocate(",
+        "metadata",
+    ):
         assert word not in err, err
 
 

@@ -47,6 +47,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def gone(*pids: int) -> None:
     wait_until(lambda: not any(map(alive, pids)), f"the end of {pids}")
 
@@ -80,9 +84,9 @@ def python(code: str, *words: str, ready: str = "") -> Sequence[str]:
 
 REAPED_IN_BETWEEN = """
 import os, threading
-import fastports.cli.run
+import fastports.cli.program
 from fastports.cli import main
-spawn, look = fastports.cli.run.spawn, os.waitid
+spawn, look = fastports.cli.program.spawn, os.waitid
 def remember(*words, **options):
     os.child = spawn(*words, **options)
     return os.child
@@ -93,7 +97,7 @@ def look_and_pause(*words):
     turn.start()
     turn.join()
     return info
-fastports.cli.run.spawn, os.waitid = remember, look_and_pause
+fastports.cli.program.spawn, os.waitid = remember, look_and_pause
 print([main(["run", "-q", "--", "sh", "-c", f"exit {n}"]) for n in range(5)])
 """
 
@@ -559,6 +563,39 @@ def test_ctrl_z_stops_it_and_fg_goes_on() -> None:
         term.expect("$ ")
         term.type("exit\n")
         term.end()
+
+
+def test_ctrl_z_leaves_a_program_that_ignores_it_in_the_foreground(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""\
+import signal
+signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+print("ready")
+while True:
+    print("read", input())
+""")
+    command = " ".join([*COMMAND, "run", "-q", "--wait", "0", "--", *PYTHON[:1], str(program)])
+    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
+        term.expect("$ ")
+        term.type(f"{command}\n")
+        term.expect("ready\r\n")
+        (launcher,) = children(term.pid)
+        term.type("\x1a")
+        term.type("one\n")
+        term.expect("read one")
+        assert state(launcher) != "T"
+        term.type("\x03")
+        term.expect("$ ")
+        term.type("exit\n")
+        term.end()
+
+
+def test_a_stopped_program_is_ended_all_the_same() -> None:
+    with running("run", "-q", "--wait", "0", "--", "sh", "-c", "echo $$; kill -STOP $$") as run:
+        pid = int(run.line(""))
+        wait_until(lambda: state(pid) == "T", "the stop")
+        run.signal(signal.SIGTERM)
+        assert run.end() == 143
 
 
 def test_a_hang_up_ends_it_and_nohup_keeps_it() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_a_shell_session_prints_what_its_page_says(session: str, tmp_path: Path)
         ("fastports po", {"portserver"}),
         ("fastports probe --j", {"--json"}),
         ("fastports run --handoff bind", {"bind-door"}),
+        ("fastports run --rep", {"--report", "--report-fd"}),
+        ("fastports run --ma", {"--many", "--max-restarts"}),
+        ("fastports run --restart on", {"on-failure"}),
         ("fastports portserver --st", {"--status"}),
         ("fastports run -- serve --h", set()),
     ],
@@ -103,3 +107,40 @@ echo "${{COMPREPLY[@]}}"
     )
     assert done.stderr == ""
     assert set(done.stdout.split()) == expected
+
+
+ZSH = """\
+zmodload zsh/zpty
+zpty shell zsh -f -i
+zpty -w shell 'PS1="> "; fpath=($DOCS/completion $fpath); autoload -U compinit; compinit -u -D
+  zstyle ":completion:*" menu no; LISTMAX=1000; setopt nobeep; print READY'
+zpty -r -m shell text '*READY*READY*'
+zpty -w -n shell "$1"$'\\t'
+zpty -r -m shell text "*$2*" && print found
+zpty -d shell
+"""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fastports por", "portserver"),
+        ("fastports probe --js", "--json"),
+        ("fastports run --report-", "--report-fd"),
+        ("fastports run --max", "--max-restarts"),
+        ("fastports run --handoff bi", "bind-door"),
+        ("fastports run -q -- dirna", "dirname"),
+    ],
+)
+def test_zsh_completes_from_the_help(line: str, expected: str) -> None:
+    rest = expected.removeprefix(line.split()[-1])
+    environment = {**ENVIRONMENT, "DOCS": str(DOCS)}
+    done = subprocess.run(
+        ["zsh", "-fc", ZSH, "zsh", line, rest],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.stdout == "found\n", done

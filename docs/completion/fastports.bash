@@ -1,4 +1,4 @@
-# Completion for bash, and for zsh after `autoload -U +X bashcompinit && bashcompinit`.
+# Completion for bash; zsh has a file of its own.
 # It asks fastports itself, so that it is never behind.
 _fastports() {
   local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words i
@@ -6,6 +6,8 @@ _fastports() {
     words="$(fastports --help | sed -n 's/^  \([a-z]\{2,\}\)  .*/\1/p') --help --version"
   elif [[ $before == --protocol ]]; then
     words="tcp udp both"
+  elif [[ $before == --restart ]]; then
+    words="always on-failure no"
   elif [[ $before == --handoff && ${COMP_WORDS[1]} == portserver ]]; then
     words="close door"
   elif [[ $before == --handoff ]]; then
@@ -17,8 +19,11 @@ _fastports() {
         return
       fi
     done
-    words="$(fastports "${COMP_WORDS[1]}" --help 2>/dev/null |
-      sed -n 's/^  *-/-/p' | sed 's/   .*//' | grep -oE -- '(^|[ ,])--?[a-z_-]+' | tr -d ' ,') --help"
+    words="$({
+      fastports "${COMP_WORDS[1]}" --help 2>/dev/null
+      [[ ${COMP_WORDS[1]} != run ]] || fastports help supervise
+    } |
+      sed -n 's/^  *-/-/p' | sed 's/  .*//' | grep -oE -- '(^|[ ,])--?[a-z_-]+' | tr -d ' ,') --help"
   fi
   COMPREPLY=($(compgen -W "$words" -- "$word"))
 }

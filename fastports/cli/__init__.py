@@ -38,8 +38,8 @@ examples:
   fastports ls
   fastports probe 8080 && echo free
 
-`fastports COMMAND --help` tells more, `fastports help etcd` how a cluster's
-ports are recorded; `fastports --version` prints the version.
+`fastports COMMAND --help` tells more; `fastports help supervise` how programs
+are restarted, `help etcd` how a cluster's ports are recorded; --version.
 Exit status: 0, or what the command's help says; 1 for a refusal, 2 for wrong
 usage, 130 for Ctrl-C."""
 
@@ -117,6 +117,11 @@ def _dispatch(words: list[str]) -> int:
         from .cluster import HELP as etcd
 
         print(etcd)
+        return 0
+    if words == ["help", "supervise"]:
+        from .supervise import HELP as supervise
+
+        print(supervise)
         return 0
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]

@@ -49,6 +49,21 @@ def printable(text: str) -> str:
 
 # The library's messages end in what to do in Python; here is what to do in a shell.
 _WORDS = (
+    (
+        "(timeout=), or name the ports it does listen on (wait=[...]), or do not wait (wait=None).",
+        "with --wait, or name the ports it listens on in its arguments, or use --wait 0.",
+    ),
+    ("through a daemon, pass wait=None.", "through a daemon, use --wait 0."),
+    ("pass handoff='close'", "use --handoff close"),
+    ("pass handoff='auto'", "use --handoff auto"),
+    ("pass handoff='fd'", "use --handoff fd"),
+    ("Pass handoff='broker'.", "Use --handoff broker."),
+    ("Pass handoff='fd'.", "Use --handoff fd."),
+    ("Pass handoff='close', or 'fd' for", "Use --handoff close, or fd for"),
+    ("exclusive=True", "--exclusive"),
+    ("listen=True", "--listen"),
+    ("detach=True", "--detach"),
+    (" Look at its output, mend it, and restart it.", " Look at its output, and mend it."),
     ("give password=, too", "set FASTPORTS_ETCD_PASSWORD, too"),
     ("give user=, too", "set FASTPORTS_ETCD_USER, too"),
     ("give cert=, too", "set FASTPORTS_ETCD_CERT, too"),
