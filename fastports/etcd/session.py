@@ -401,9 +401,15 @@ class Session:
             self._mend()
             return
         with self.lock:
+            before = self.expires
             self.granted = float(answer.TTL)
             self.expires = asked + answer.TTL
             self.due = asked + self._pace()
+        # Read after the new time is set: whoever was told "degraded" by the old one is told, too,
+        # that it is over.
+        if boot_clock() >= before:
+            self._degrade("etcd did not answer until the lease had run out")
+        with self.lock:
             shaken = any(r.state in ("degraded", "contested") for r in self.records.values())
         if shaken or self.checks or self.doomed:
             self._mend()

@@ -256,6 +256,8 @@ class Proxy:
         Seconds each chunk from the server waits.
     cut_answer_at, cut_request_at
         Cut both sides once so many further bytes went back / forth; None: never.
+    gate
+        Where answers wait while it is clear.
     silent
         Swallow everything the server answers.
     refuse
@@ -267,6 +269,8 @@ class Proxy:
         self.delay = 0.0
         self.cut_answer_at: int | None = None
         self.cut_request_at: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
         self.silent = False
         self.refuse = False
         self.answered = 0
@@ -318,6 +322,8 @@ class Proxy:
                     break
                 if answer and self.delay:
                     time.sleep(self.delay)
+                if answer:
+                    self.gate.wait(30)
                 if answer and self.silent:
                     continue
                 cut = self.cut_answer_at if answer else self.cut_request_at
@@ -356,6 +362,7 @@ class Proxy:
 
     def close(self) -> None:
         self._closing = True
+        self.gate.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()

@@ -133,6 +133,24 @@ def test_a_frozen_etcd_makes_a_block_degraded_and_whole_again(
         wait_for(lambda: events.kinds(mine)[-1:] == ["restored"])
 
 
+def test_whoever_may_have_seen_a_block_degraded_is_told_that_it_was_and_is_not(
+    own_etcd: Etcd, own_proxy: Proxy, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a keepalive is on its way while the lease, for all we know, runs out."""
+    registry, events = open_registry(own_proxy.endpoint, namespace)
+    with registry:
+        mine = block(20000, 4)
+        registry.claim([mine], search=SEARCH, timeout=5)
+        # It goes on waiting for that answer, which etcd gives long before it drops the lease.
+        monkeypatch.setattr(registry._here(), "_share", lambda: 20.0)
+        own_proxy.gate.clear()
+        wait_for(lambda: registry.state(mine) == "degraded")
+        own_proxy.gate.set()
+        wait_for(lambda: registry.state(mine) == "held")
+        wait_for(lambda: events.kinds(mine)[-1:] == ["restored"])
+        assert events.kinds(mine)[0] == "lost"
+
+
 def test_keys_that_a_restored_snapshot_forgot_are_written_again(
     own_etcd: Etcd, namespace: str, tmp_path: Path
 ) -> None:
