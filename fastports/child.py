@@ -63,8 +63,9 @@ def _end_all() -> None:
     mine = [child for child in _running | _lingering if not child._detached]
     for child in mine:
         child._signal_family(_TERM)
+    since = time.monotonic()
     for child in mine:
-        child.stop()
+        child._finish(max(child._grace - (time.monotonic() - since), 0.0))
 
 
 def _forget_all() -> None:
@@ -329,15 +330,23 @@ class Child:
             return _known(self.returncode)
         try:
             self._signal_family(_TERM)
-            self._until_gone(self._grace if grace is None else grace)
-        finally:  # also on a Ctrl-C in the grace: nothing is left in any case
+        except BaseException:  # a Ctrl-C: nothing is left in any case
+            self._finish(0.0)
+            raise
+        self._finish(self._grace if grace is None else grace)
+        return _known(self.returncode)
+
+    def _finish(self, grace: float) -> None:
+        """What follows SIGTERM, which many programs take for "at once" when it comes twice."""
+        try:
+            self._until_gone(grace)
+        finally:  # also on a Ctrl-C in the grace
             deadline = time.monotonic() + _AFTER_KILL
             while self._anybody() and time.monotonic() < deadline:
                 self._signal_family(_KILL)  # again for those that were being forked just then
                 self._until_gone(0.05)
             self._over = self.poll() is not None
             self._let_go()
-        return _known(self.returncode)
 
     def wait_listening(self, timeout: float | None = 30.0) -> Child:
         """Wait until the child or a descendant listens on every port of :attr:`ports`.

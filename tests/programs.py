@@ -47,6 +47,14 @@ s = serve(int(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *a: (print("bye", flush=True), sys.exit(5)))
 while True: time.sleep(1)
 """,
+    # stays for a moment after SIGTERM, to see whether it comes again
+    "counts_terms": """
+terms = []
+signal.signal(signal.SIGTERM, lambda *a: (os.write(1, b"term\\n"), terms.append(1)))
+s = serve(int(sys.argv[1]))
+while not terms: time.sleep(1)
+time.sleep(0.3)
+""",
     "fails": "print('first', file=sys.stderr); print('boom at last', file=sys.stderr); sys.exit(3)",
     "closes_streams": "os.close(0); os.close(1); os.close(2); answer(serve(int(sys.argv[1])))",
     # a worker listens, the parent waits for it

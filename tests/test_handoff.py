@@ -788,6 +788,19 @@ print(block.first, flush=True)
     fastports.reserve(int(out.split()[0])).release()
 
 
+def test_a_launcher_that_exits_sends_each_child_one_sigterm() -> None:
+    """Many programs take the second one for "at once"."""
+    code = """
+blocks = [fastports.allocate(1) for _ in range(3)]
+for block in blocks:
+    block.spawn(program("counts_terms", "{port}"), handoff="door")
+"""
+    with launcher(code) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.split() == ["term"] * 3
+
+
 def test_a_child_that_is_kept_to_the_very_end_of_the_launcher_goes_in_silence() -> None:
     code = "import os, fastports\nblock = fastports.allocate(1)\n"
     code += "os.kept = block.spawn(['true'], wait=None)\nos.kept.wait(); block.release()"

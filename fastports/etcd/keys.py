@@ -16,8 +16,7 @@ from ..registry import Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     from ..registry import Recordable
@@ -147,7 +146,7 @@ class Record:
 
     def __init__(
         self, block: Recordable, namespace: str, host_id: str, identity: Identity,
-        reference: weakref.ref[Any],
+        reference: Callable[[], Any],
     ) -> None:  # fmt: skip
         self.block = reference
         self.token = block.owner.token

@@ -509,19 +509,12 @@ def _leave_now(session: Session) -> None:
     session.close()
 
 
-def _reference(block: object) -> weakref.ref[Any]:
+def _reference(block: object) -> Callable[[], Any]:
     """Weak, so that a block that nobody has any more is finalized and released."""
     try:
         return weakref.ref(block)
-    except TypeError:
-        return weakref.ref(_NOBODY)
-
-
-class _Nobody:
-    pass
-
-
-_NOBODY = _Nobody()
+    except TypeError:  # a stand-in of the caller's, which no finalizer of ours waits for
+        return lambda: block
 
 
 def _path(given: object, name: str) -> str | None:
