@@ -645,8 +645,10 @@ class Allocator:
             search.abandon()
             raise
         finally:
-            search.close()
-            searched(search)
+            try:
+                search.close()
+            finally:  # also when a signal comes in between
+                searched(search)
 
     def _attempt(
         self, request: Request, deadline: float | None, search: Search | None = None
@@ -682,8 +684,10 @@ class Allocator:
             search.abandon()
             raise
         finally:
-            search.close()
-            searched(search)
+            try:
+                search.close()
+            finally:  # also when a signal comes in between
+                searched(search)
 
     def _begin(self, request: Request, size: int, ports: int, blocks: int) -> Search:
         """A search that leaves out what is reserved or recorded; checked before it binds.
@@ -820,8 +824,10 @@ class Allocator:
             tally.add(PROBES, len(ports))
             return search.probe(ports, states)
         finally:
-            search.close()
-            searched(search)
+            try:
+                search.close()
+            finally:  # also when a signal comes in between
+                searched(search)
 
     # --- several blocks ---
 
@@ -867,8 +873,10 @@ class Allocator:
                 raise
             finally:
                 tally.add(PROBES, search.probed)
-                search.close()
-                searched(search)
+                try:
+                    search.close()
+                finally:  # also when a signal comes in between
+                    searched(search)
 
     def _place_tightly(
         self,
@@ -920,8 +928,10 @@ class Allocator:
                         raise
                     finally:
                         tally.add(PROBES, search.probed)
-                        search.close()
-                        searched(search)
+                        try:
+                            search.close()
+                        finally:  # also when a signal comes in between
+                            searched(search)
                 return
             except PortsUnavailable as exc:
                 self._release_all(blocks)  # somebody was quicker: look anew

@@ -372,10 +372,14 @@ class PortBlock:
             return False
         if self._registry is not None:
             return self._release_recorded(hold, self._registry, finalizing)
-        if not hold.give_back():
-            return False
-        self._let_go(hold)
-        return True
+        try:
+            if not hold.give_back():
+                return False
+            self._let_go(hold)
+            return True
+        except BaseException:  # an interrupt, at any point
+            self._let_go(hold)
+            raise
 
     def _release_recorded(self, hold: Hold, registry: Releaser, finalizing: bool) -> bool:
         try:
@@ -434,22 +438,24 @@ class PortBlock:
                 return
         except AttributeError:
             return
-        if self._process[0] == getpid() and not sys.is_finalizing():
-            import warnings  # loaded by then in all but the smallest programs
+        if self._process[0] != getpid():  # forked by other means than os.fork: the owner's record
+            _live.pop(id(self), None)  # is the owner's
+            self._close_copies()
+            return
+        try:
+            if not sys.is_finalizing():
+                import warnings  # loaded by then in all but the smallest programs
 
-            warnings.warn(
-                f"unreleased {self!r}: its ports are given back now. Keep the block for as long"
-                " as they are needed, and release it or use `with`.",
-                ResourceWarning,
-                source=self,
-                stacklevel=2,
-            )
-        if self._process[0] == getpid():
+                warnings.warn(
+                    f"unreleased {self!r}: its ports are given back now. Keep the block for as long"
+                    " as they are needed, and release it or use `with`.",
+                    ResourceWarning,
+                    source=self,
+                    stacklevel=2,
+                )
+        finally:  # the warning may be an error, and who catches that may keep the block
             if self._release(finalizing=True) and heard():
                 emit_later("released", self)
-        else:  # forked by other means than os.fork: the owner's record is the owner's
-            _live.pop(id(self), None)
-            self._close_copies()
 
     def _acting(self) -> Hold:
         """The hold, for a method that acts on it: only in the owner, only before release."""

@@ -149,6 +149,24 @@ def test_the_last_reference_gives_the_ports_back_and_warns() -> None:
     assert can_bind(port)
 
 
+def test_a_warning_that_is_an_error_keeps_no_port() -> None:
+    """Whoever is told of the error may keep it, and with its traceback the block."""
+    told = []
+    before = sys.unraisablehook
+    sys.unraisablehook = told.append
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            block = fastports.allocate(2)
+            first = block.first
+            del block
+        assert len(told) == 1 and isinstance(told[0].exc_value, ResourceWarning)
+        assert can_bind(first) and can_bind(first + 1)
+        assert not [entry for entry in fastports.entries() if entry.first == first]
+    finally:
+        sys.unraisablehook = before
+
+
 def test_a_released_block_goes_without_a_warning_and_a_cycle_is_collected() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

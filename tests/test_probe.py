@@ -58,8 +58,8 @@ def test_the_answer_is_an_int8_array_with_a_state_for_each_candidate() -> None:
         lambda ports: memoryview(array.array("H", ports)),
         lambda ports: np.repeat(np.array(ports, dtype=np.uint16), 2)[::2],
     ],
-    ids=["list", "tuple", "text", "PortRange", "range", "array H", "array i", "uint16", "int32", "int64",
-         "memoryview", "every other item"],
+    ids=["list", "tuple", "text", "PortRange", "range", "array H", "array i", "uint16", "int32",
+         "int64", "memoryview", "every other item"],
 )  # fmt: skip
 def test_candidates_of_every_kind(make: object) -> None:
     with fastports.allocate(4) as block:
