@@ -151,7 +151,7 @@ def test_the_last_reference_gives_the_ports_back_and_warns() -> None:
 
 def test_a_warning_that_is_an_error_keeps_no_port() -> None:
     """Whoever is told of the error may keep it, and with its traceback the block."""
-    told = []
+    told: list[sys.UnraisableHookArgs] = []
     before = sys.unraisablehook
     sys.unraisablehook = told.append
     try:
