@@ -8,9 +8,9 @@
 >>> asyncio.run(main())
 8
 
-A search that promises to be over within some 200 us keeps the loop's thread; every other one, and
-everything that talks to a cluster registry, goes to a worker thread. Whoever cancels a call finds
-nothing left of it: no hold, no record, no child.
+A search that promises to be over within some 200 us keeps the loop's thread; every other one goes
+to a worker thread, and what talks to a cluster registry to a thread apart from those. Whoever
+cancels a call finds nothing left of it: no hold, no record, no child.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PortBlock(blocks.PortBlock):
             self.release()
             return
         loop = loops.current()
-        await loop.shielded(loop.in_thread(Job(self.release)))
+        await loop.shielded(loop.apart(Job(self.release)))
 
     async def __aenter__(self) -> PortBlock:
         self._acting()
@@ -129,7 +129,7 @@ class _ManyBlocks:
         left = list(self._blocks.values())
         loop = loops.current()
         if any(block._registry is not None for block in left):
-            await loop.shielded(loop.in_thread(Job(lambda: _release_all(left))))
+            await loop.shielded(loop.apart(Job(lambda: _release_all(left))))
         else:
             _release_all(left)
 
@@ -160,8 +160,9 @@ class Allocator:
     -----
     Up to 24 sockets (ports, times two for ``protocol="both"``), without a cluster registry and
     without ``rng``: the search begins in the loop's thread, for at most 128 binds (one port) or 40
-    (several), and at most 16 searches begin in one turn of the loop. A search that is not over by
-    then goes on in a worker thread. Everything else is done in a worker thread from the start.
+    (several), and at most 8 searches begin in one turn of the loop. A search that is not over by
+    then goes on in a worker thread. Everything else is done in a worker thread from the start; with
+    a registry in one of at most 16 threads apart, so that one that does not answer keeps no worker.
 
     Cancelled, a call without a cluster registry waits for its worker thread (milliseconds) and
     leaves nothing. With one it returns at once, and the thread takes back what it comes to record.
@@ -285,9 +286,7 @@ class Allocator:
                     lambda: policy._attempt_many(request, wanted, deadline),
                     lambda found: _release_all(found.values()),
                 )
-                found: dict[str, PortBlock] = await loop.in_thread(
-                    job, prompt=policy.registry is not None
-                )
+                found: dict[str, PortBlock] = await _anywhere(loop, policy.registry, job)
                 return found
 
             try:
@@ -370,8 +369,15 @@ class Allocator:
             PortBlock.release,
             None if search is None else lambda: _give_up(search),
         )
-        block: PortBlock = await loop.in_thread(job, prompt=registry is not None)
+        block: PortBlock = await _anywhere(loop, registry, job)
         return block
+
+
+async def _anywhere(loop: Loop, registry: Registry | None, job: Job) -> Any:
+    """Do it in a worker thread, or where a registry may take its time."""
+    if registry is None:
+        return await loop.in_thread(job)
+    return await loop.apart(job, prompt=True)
 
 
 def _give_up(search: Search) -> None:

@@ -30,11 +30,18 @@ if TYPE_CHECKING:
 
         async def writable(self, fd: int) -> None: ...
 
-        async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
-            """Do the job in a worker thread.
+        async def in_thread(self, job: Job) -> Any:
+            """Do the job, of milliseconds, in one of the loop's worker threads.
 
-            When cancelled: the job's result is undone. With ``prompt`` the thread sees to that in
-            its own time, otherwise it has been done when the cancellation goes on.
+            When cancelled: the job's result has been undone when the cancellation goes on.
+            """
+
+        async def apart(self, job: Job, *, prompt: bool = False) -> Any:
+            """Do a job that may wait for long in a thread that is none of the loop's workers.
+
+            Few are at it at once, the others wait their turn. When cancelled: the job has been
+            done, whatever it takes, when the cancellation goes on. With ``prompt`` that goes on at
+            once, and the thread undoes the result in its own time.
             """
 
         async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -45,6 +52,10 @@ __all__ = ["Job", "current"]
 
 # Searches that one turn of a loop lets through: 8 of some 50 us leave the loop to others in time.
 PER_TURN = 8
+
+# Threads of one loop that wait for a cluster registry. The loop's own workers are left alone: a
+# registry that does not answer would keep them all, and with them every name lookup of the program.
+APART = 16
 
 
 def current() -> Loop:
@@ -161,6 +172,8 @@ class _Asyncio:
         self._given = 0
         self._turning = False
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._apart = 0
+        self._jobs: deque[tuple[Job, asyncio.Future[Any]]] = deque()
 
     async def turn(self) -> None:
         loop = self._asyncio.get_running_loop()
@@ -211,7 +224,7 @@ class _Asyncio:
             if not loop.is_closed():
                 loop.remove_writer(fd)
 
-    async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
+    async def in_thread(self, job: Job) -> Any:
         try:
             future = self._asyncio.get_running_loop().run_in_executor(None, job)
         except BaseException:  # the loop is being shut down: it has no workers any more
@@ -223,13 +236,65 @@ class _Asyncio:
             return future.result()
         except BaseException as exc:
             undo = job.drop()
-            if prompt or not isinstance(exc, self._asyncio.CancelledError):
+            if not isinstance(exc, self._asyncio.CancelledError):
                 _in_the_background(undo)
             elif job.started:
                 if undo is not None:
                     future = self._asyncio.get_running_loop().run_in_executor(None, undo)
                 await self._until_done(future)
             raise
+
+    async def apart(self, job: Job, *, prompt: bool = False) -> Any:
+        loop = self._asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        future.add_done_callback(_look)
+        self._jobs.append((job, future))
+        self._begin(loop)
+        try:
+            await self._asyncio.wait([future])
+            return future.result()
+        except BaseException as exc:
+            if not prompt and isinstance(exc, self._asyncio.CancelledError):
+                await self._until_done(future)
+            _in_the_background(job.drop())
+            if not loop.is_closed():
+                future.cancel()  # what waits for its turn need not begin
+            raise
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A thread for each of the jobs whose turn it is.
+
+        No pool: its threads would outlast the loop, or not be there after a fork.
+        """
+        while self._jobs and self._apart < APART:
+            job, future = self._jobs.popleft()
+            if future.done():
+                continue
+            thread = threading.Thread(
+                target=_do_apart, args=(job, future, loop, self._end), name="fastports-registry"
+            )
+            try:
+                thread.start()
+            except BaseException as exc:
+                future.set_exception(exc)
+            else:
+                self._apart += 1
+
+    def _end(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        future: asyncio.Future[Any],
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        self._apart -= 1
+        self._begin(loop)
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
     async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = self._asyncio.get_running_loop().create_task(coroutine)
@@ -247,6 +312,26 @@ class _Asyncio:
                 await self._asyncio.wait([future])
             except self._asyncio.CancelledError:
                 pass  # one is on its way already
+
+
+def _do_apart(
+    job: Job,
+    future: asyncio.Future[Any],
+    loop: asyncio.AbstractEventLoop,
+    end: Callable[..., None],
+) -> None:
+    result: object = None
+    error: BaseException | None = None
+    try:
+        result = job()
+    except BaseException as exc:
+        error = exc
+    try:
+        loop.call_soon_threadsafe(end, loop, future, result, error)
+    except RuntimeError:  # the loop is closed, and nobody there to take the result
+        undo = job.drop()
+        if undo is not None:
+            undo()
 
 
 def _look(future: asyncio.Future[Any]) -> None:
@@ -269,7 +354,7 @@ class _Anyio:
         import anyio.to_thread
 
         self._anyio = anyio
-        self._turns = _turns()
+        self._turns = _of_run("fastports turns", lambda: anyio.Semaphore(PER_TURN))
 
     async def turn(self) -> None:
         async with self._turns:  # one checkpoint with a ticket: so many pass in one go
@@ -286,9 +371,20 @@ class _Anyio:
     async def writable(self, fd: int) -> None:
         await self._anyio.wait_writable(fd)
 
-    async def in_thread(self, job: Job, *, prompt: bool = False) -> Any:
+    async def in_thread(self, job: Job) -> Any:
         try:
-            return await self._anyio.to_thread.run_sync(job, abandon_on_cancel=prompt)
+            return await self._anyio.to_thread.run_sync(job)
+        except BaseException:
+            _in_the_background(job.drop())
+            raise
+
+    async def apart(self, job: Job, *, prompt: bool = False) -> Any:
+        limiter = _of_run("fastports apart", lambda: self._anyio.CapacityLimiter(APART))
+        try:
+            with self._anyio.CancelScope(shield=not prompt):
+                return await self._anyio.to_thread.run_sync(
+                    job, abandon_on_cancel=prompt, limiter=limiter
+                )
         except BaseException:
             _in_the_background(job.drop())
             raise
@@ -299,19 +395,19 @@ class _Anyio:
         return result  # noqa: RET504 - a scope may swallow, for type checkers
 
 
-_turns_of_run: Any = None
+_kept_by_runs: dict[str, Any] = {}
 
 
-def _turns() -> Any:
-    """The tickets of this run of the loop."""
-    global _turns_of_run
-    import anyio
+def _of_run(name: str, make: Callable[[], Any]) -> Any:
+    """What this run of the loop keeps under a name; made by the first who asks."""
+    from anyio.lowlevel import RunVar
 
-    if _turns_of_run is None:
-        _turns_of_run = anyio.lowlevel.RunVar("fastports turns")
+    kept = _kept_by_runs.get(name)
+    if kept is None:
+        kept = _kept_by_runs.setdefault(name, RunVar(name))
     try:
-        return _turns_of_run.get()
+        return kept.get()
     except LookupError:
-        turns = anyio.Semaphore(PER_TURN)
-        _turns_of_run.set(turns)
-        return turns
+        made = make()
+        kept.set(made)
+        return made

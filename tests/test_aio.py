@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -484,11 +485,14 @@ class Ledger:
         self.answer = threading.Event()
         self.answer.set()
         self.waited_for_nothing = False
+        self.calls = 0
+        self.released: list[int] = []
 
     def claim(
         self, blocks: Sequence[Recordable], *, search: tuple[int, int], timeout: float | None
     ) -> Collection[int]:
         self.threads.add(threading.get_ident())
+        self.calls += 1
         self.asked.set()
         self.waited_for_nothing |= not self.answer.wait(10)
         self.records.update(block.first for block in blocks)
@@ -497,6 +501,7 @@ class Ledger:
     def release(self, blocks: Sequence[Recordable]) -> None:
         self.threads.add(threading.get_ident())
         self.records.difference_update(block.first for block in blocks)
+        self.released += [block.first for block in blocks]
 
     def release_later(self, blocks: Sequence[Recordable]) -> None:
         self.release(blocks)
@@ -544,6 +549,112 @@ def test_a_claim_that_is_cancelled_ends_at_once_and_is_taken_back() -> None:
             await until(lambda: not ledger.records and before.is_now(), asyncio.sleep)
 
     asyncio.run(main())
+
+
+def test_calls_that_wait_for_a_registry_take_few_threads_and_none_of_the_loop_s(
+    run: Run[None],
+) -> None:
+    async def main() -> None:
+        ledger = Ledger()
+        allocator = aio.Allocator(registry=ledger)
+        found: list[aio.PortBlock] = []
+
+        async def claim() -> None:
+            found.append(await allocator.allocate(1))
+
+        async def others() -> None:
+            await loops.current().sleep(0.0)
+            await until(ledger.asked.is_set, loops.current().sleep)
+            async with aio.allocate(100):  # needs a worker thread
+                assert found == []
+            at_it = [t for t in threading.enumerate() if t.ident in ledger.threads]
+            assert 1 <= len(at_it) <= loops.APART
+            ledger.answer.set()
+
+        ledger.answer.clear()
+        await together(*[claim] * 60, others)
+        assert len(ledger.records) == 60
+
+        async def release(block: aio.PortBlock) -> None:
+            await block.aclose()
+
+        await together(*(partial(release, block) for block in found))
+        assert ledger.records == set()
+        assert not ledger.waited_for_nothing
+
+    run(main)
+
+
+def test_a_claim_cancelled_while_it_waits_its_turn_is_never_made() -> None:
+    async def main() -> None:
+        ledger = Ledger()
+        allocator = aio.Allocator(registry=ledger)
+        ledger.answer.clear()
+        tasks = [asyncio.ensure_future(allocator.allocate(1)) for _ in range(loops.APART)]
+        await until(lambda: ledger.calls == loops.APART, asyncio.sleep)
+        late = [asyncio.ensure_future(allocator.allocate(1)) for _ in range(5)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for task in late[:4]:
+            task.cancel()
+        await asyncio.wait(late[:4])
+        ledger.answer.set()
+        for block in await asyncio.gather(*tasks, late[4]):
+            await block.aclose()
+        assert ledger.calls == loops.APART + 1
+
+    asyncio.run(main())
+
+
+def test_a_release_that_waits_its_turn_is_done_before_the_loop_ends() -> None:
+    ledger = Ledger()
+    blocks: list[aio.PortBlock] = []
+
+    async def main() -> None:
+        allocator = aio.Allocator(registry=ledger)
+        blocks.append(await allocator.allocate(1))
+        ledger.answer.clear()
+        waiting = [asyncio.ensure_future(allocator.allocate(1)) for _ in range(loops.APART)]
+        await until(lambda: ledger.calls == loops.APART + 1, asyncio.sleep)
+        tasks.append(asyncio.ensure_future(blocks[0].aclose()))
+        tasks.extend(waiting)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not blocks[0].released
+        asyncio.get_running_loop().call_later(0.05, ledger.answer.set)
+
+    tasks: list[asyncio.Future[Any]] = []
+    before = Before()
+    asyncio.run(main())  # cancels what has not ended
+    assert blocks[0].released
+    assert blocks[0].first in ledger.released
+    wait_until(lambda: not ledger.records and before.is_now())
+
+
+def test_an_answer_that_comes_after_the_end_of_the_loop_is_taken_back() -> None:
+    ledger = Ledger()
+    ledger.answer.clear()
+    before = Before()
+    loop = asyncio.new_event_loop()
+
+    async def call() -> None:
+        await aio.Allocator(registry=ledger).allocate(1)
+
+    task = loop.create_task(call())
+    loop.run_until_complete(until(ledger.asked.is_set, asyncio.sleep))
+    setattr(task, "_log_destroy_pending", False)  # noqa: B010 - that is the point here
+    loop.close()
+    ledger.answer.set()
+    wait_until(lambda: ledger.records == set() and before.is_now())
+    task.get_coro().close()
+    assert ledger.calls == 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_a_release_is_not_kept_from_the_registry_by_a_cancellation(run: Run[None]) -> None:
