@@ -31,6 +31,16 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0, what: str =
         time.sleep(0.01)
 
 
+@contextmanager
+def no_hang(seconds: float = 30.0) -> Iterator[None]:
+    """A guard, not a measure: its body takes a fraction of this even on a busy machine."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        assert time.monotonic() - begin < seconds
+
+
 def hold_port(host: str = "127.0.0.1") -> socket.socket:
     """A port of the kernel's choice, bound but not listening, with its door open for the server."""
     hold = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -20,7 +20,7 @@ from fastports.cli import main
 from fastports.etcd import EtcdRegistry
 
 from .conftest import block
-from .servers import Etcd, certificates, enable_auth, etcd, proxy, wait_for
+from .servers import Etcd, certificates, distro, enable_auth, etcd, proxy, wait_for
 
 SERVER = (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "{port}")
 WAITS = (sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()")
@@ -342,7 +342,9 @@ def test_doctor_tells_of_each_endpoint_and_of_the_rights(etcd_server: Etcd, name
         half = fastports("doctor", "--etcd", f"{etcd_server.endpoint},{gone}", status=1).stdout
         none = fastports("doctor", "--etcd", gone, status=1).stdout
     words = " ".join(whole.split())
-    assert f"{etcd_server.endpoint} answers in" in words and "etcd 3.5.1, which may" in words
+    assert f"{etcd_server.endpoint} answers in" in words
+    if etcd_server.program == distro():  # which has a known defect
+        assert "etcd 3.5.1, which may" in words
     assert "ok clock" in words and "taken off after 30 s" in words
     assert f"ok rights etcd asks for no login to read the namespace {namespace!r}, which" in words
     words = " ".join(half.split())

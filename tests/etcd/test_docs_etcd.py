@@ -133,6 +133,7 @@ def test_the_commands_of_the_readme_record_and_list(tmp_path: Path) -> None:
         assert server.keys() == []
 
 
+@pytest.mark.skipif("FASTPORTS_TEST_ETCD" in os.environ, reason="the figures are of etcd 3.5")
 def test_the_figures_for_sizing_are_those_of_real_records() -> None:
     table = PAGE[PAGE.index("**Sizing.**") : PAGE.index("**Compaction")]
     key_size, value_size, fleet, churn = map(float, re.findall(r"\| ([\d.]+)(?: MB)? \|", table))

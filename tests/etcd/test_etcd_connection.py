@@ -27,7 +27,7 @@ from fastports.etcd import EtcdRegistry
 from fastports.etcd.connection import parse_endpoints
 
 from .conftest import block
-from .servers import Etcd, certificates, debian, enable_auth, etcd, wait_for
+from .servers import Etcd, certificates, debian, enable_auth, etcd, no_hang, wait_for
 
 SEARCH = (20000, 29999)
 
@@ -444,10 +444,8 @@ def test_defect_4_a_client_without_a_timeout_does_not_wait_for_ever(
         with EtcdRegistry(client, namespace=namespace) as registry:
             assert works(registry)
             own_etcd.freeze()
-            begin = time.monotonic()
-            with pytest.raises(RegistryTimeout):
+            with pytest.raises(RegistryTimeout, match="did not answer in time"), no_hang():
                 registry.claim([block(20000)], search=SEARCH, timeout=0.4)
-            assert time.monotonic() - begin < 2
             own_etcd.thaw()
     finally:
         client.close()
