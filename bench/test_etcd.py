@@ -6,8 +6,6 @@ for a disk the library's own share is largest. Round trips are what etcd's metri
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import sys
 import threading
@@ -61,25 +59,11 @@ def registry(server: Etcd, namespace: str) -> Iterator[EtcdRegistry]:
         yield made
 
 
-def served(server: Etcd) -> dict[str, int]:
-    """How many calls etcd has begun to serve, by method."""
-    connection = http.client.HTTPConnection(server.host, server.health_port, timeout=5)
-    with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-    found = {}
-    for line in lines:
-        if line.startswith("grpc_server_started_total{"):
-            labels, _, value = line.rpartition(" ")
-            found[labels.partition('grpc_method="')[2].partition('"')[0]] = int(float(value))
-    return found
-
-
 def trips(server: Etcd, work: Callable[[], object]) -> int:
     """Calls that etcd served while ``work`` ran, keepalives aside."""
-    before = served(server)
+    before = server.served()
     work()
-    after = served(server)
+    after = server.served()
     return sum(after[m] - before.get(m, 0) for m in after if m != "LeaseKeepAlive")
 
 
@@ -239,7 +223,7 @@ def test_eight_processes_in_one_range(
             took.extend(times)
             firsts.extend(found)
 
-    before = served(server)["Txn"]
+    before = server.served()["Txn"]
     together()
     # Releases begin when a worker has answered: no later than the slowest one's last claim.
     claims = len(firsts)
@@ -248,7 +232,7 @@ def test_eight_processes_in_one_range(
     for worker in workers:
         worker.send("0")  # answered after the releases
         worker.answer()
-    spent = served(server)["Txn"] - before - claims  # each release is one, see above
+    spent = server.served()["Txn"] - before - claims  # each release is one, see above
     table.count("... transactions per 100 claims", 100 * spent / claims, "", 130)
     took.sort()
     middle, late = median(took), took[len(took) * 99 // 100]
@@ -357,9 +341,9 @@ def test_an_idle_process(table: Table, server: Etcd, namespace: str, smoke: bool
         allocator = fastports.Allocator(registry=registry)
         blocks = [allocator.allocate(4) for _ in range(100)]
         begin = time.monotonic()
-        before = served(server)
+        before = server.served()
         time.sleep(2 if smoke else 10)
-        after = served(server)
+        after = server.served()
         turns = (time.monotonic() - begin) / (3 / 3)
         sent = after["LeaseKeepAlive"] - before.get("LeaseKeepAlive", 0)
         others = sum(after.values()) - sum(before.values()) - sent

@@ -55,6 +55,16 @@ def later(looks: int) -> float:
     return float(0.125 * 4.0 ** min(looks, 3) * (0.75 + 0.5 * fraction()))
 
 
+def comeback(failures: int, granted: float) -> float:
+    """Seconds until the thread asks again a server that was silent so often in a row.
+
+    From anywhere in a third of the lease's time once an outage lasts: processes that all lost
+    their records at one moment do not all write them again at one moment.
+    """
+    longest = min(granted / 3, 0.2 * 2.0 ** min(failures, 30))
+    return max(0.02, longest * fraction())
+
+
 class Session:
     """Made by the first claim of a process; never used by another one.
 
@@ -374,8 +384,7 @@ class Session:
             self._announce("etcd_silent", blocks=len(self.records))
         self.reachable = False
         self.checks = max(self.checks, 1)
-        longest = min(self.granted / 3, 0.2 * 2.0 ** min(self.failures, 30))
-        self.due = boot_clock() + max(0.02, longest * fraction())
+        self.due = boot_clock() + comeback(self.failures, self.granted)
         if self.lease and boot_clock() >= self.expires:
             self._degrade("etcd did not answer until the lease had run out")
 

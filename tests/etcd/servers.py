@@ -151,6 +151,21 @@ class Etcd:
         except (OSError, http.client.HTTPException, ValueError):
             return False
 
+    def served(self) -> dict[str, int]:
+        """How many calls it has begun to serve since its start, by method."""
+        connection = http.client.HTTPConnection(self.host, self.health_port, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        found = {}
+        for line in lines:
+            if line.startswith("grpc_server_started_total{"):
+                labels, _, value = line.rpartition(" ")
+                found[labels.partition('grpc_method="')[2].partition('"')[0]] = int(float(value))
+        return found
+
     def log(self) -> str:
         with open(os.path.join(self.folder, "log")) as file:
             return file.read()[-3000:]
