@@ -101,7 +101,7 @@ def test_the_wheel_made_from_the_sdist_works_where_it_is_installed(tmp_path: Pat
 
 def assert_it_serves_and_leaves_nothing(fastports: Path, python: Path) -> None:
     """The README's first command, from the last word of it on."""
-    words = [fastports, "run", "--", python, "-m", "http.server", "{port}"]
+    words = [str(fastports), "run", "--", str(python), "-m", "http.server", "{port}"]
     with subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         cwd=python.parent, start_new_session=True,
