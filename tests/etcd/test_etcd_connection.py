@@ -512,14 +512,16 @@ def test_a_missing_or_broken_client_is_told_with_the_line_to_type(
 ) -> None:
     code = """
         import sys
+        missing = ["pyetcd"]
         if sys.argv[1]:
             sys.path.insert(0, sys.argv[1])
         else:
-            class Nothing:
-                def find_spec(self, name, path=None, target=None):
-                    if name in ("etcd3", "pyetcd"):
-                        raise ModuleNotFoundError(name=name)
-            sys.meta_path.insert(0, Nothing())
+            missing.append("etcd3")
+        class Nothing:
+            def find_spec(self, name, path=None, target=None):
+                if name in missing:
+                    raise ModuleNotFoundError(name=name)
+        sys.meta_path.insert(0, Nothing())
         from fastports.etcd import EtcdRegistry
         from types import SimpleNamespace as Block
         from fastports.registry import Owner
