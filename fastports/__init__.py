@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from . import hooks
     from .activation import adopt
     from .counts import Stats, stats
+    from .passing import receive
     from .supervisor import Supervisor
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "entries",
     "hooks",
     "probe",
+    "receive",
     "reserve",
     "stats",
 ]
@@ -97,6 +99,10 @@ def __getattr__(name: str) -> object:
         from .activation import adopt
 
         return adopt
+    if name == "receive":
+        from .passing import receive
+
+        return receive
     if name == "Supervisor":  # threads cost 3 ms
         from .supervisor import Supervisor
 

@@ -13,12 +13,13 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongAndOverflow
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 from fastports._sys cimport *
 
@@ -56,6 +57,10 @@ cdef enum:
     SYSCTL_BYTES = 262144
     LAST_LOOK_WAIT_MS = 10
     TALLY_SLOTS = 64
+    CROSSING = 253  # SCM_MAX_FD: descriptors in one message (unix(7))
+    MESSAGE = 32768  # bytes of a message between two processes
+    ANCILLARY = 256  # words, 2048 bytes: CMSG_SPACE for CROSSING descriptors, and credentials that nobody asked for
+    SCM_PIDFD = 4  # Linux 6.5
 
 TCP = 1
 UDP = 2
@@ -361,6 +366,53 @@ cdef class Hold:
             hold.count += 1
         return hold
 
+    def receive(self, int sock, unsigned int size):
+        """Read at most ``size`` bytes from a UNIX socket, now, and own what descriptors come along.
+
+        Returns the bytes, whether they were cut, and whether descriptors are missing. They are on
+        record before anything else can happen: a signal, or a fork in another thread.
+        """
+        cdef char data[MESSAGE]
+        cdef uint64_t ancillary[ANCILLARY]
+        cdef iovec part
+        cdef msghdr message
+        cdef cmsghdr *header
+        cdef int *fds
+        cdef int i, error
+        cdef ssize_t got
+        with cython.critical_section(self):
+            fds = <int *>realloc(self.fds, (self.count + CROSSING) * sizeof(int))
+            if fds == NULL:
+                raise MemoryError
+            self.fds = fds
+            part.iov_base = data
+            part.iov_len = sizeof(data) if size > MESSAGE else size
+            memset(&message, 0, sizeof(message))
+            message.msg_iov = &part
+            message.msg_iovlen = 1
+            message.msg_control = ancillary
+            message.msg_controllen = sizeof(ancillary)
+            got = recvmsg(sock, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)  # waits for nothing
+            error = errno
+            header = CMSG_FIRSTHDR(&message) if got >= 0 else NULL
+            while header != NULL:
+                if header.cmsg_level == SOL_SOCKET:
+                    fds = <int *>CMSG_DATA(header)
+                    for i in range(<int>((header.cmsg_len - CMSG_LEN(0)) // sizeof(int))):
+                        if header.cmsg_type == SCM_RIGHTS:
+                            self.fds[self.count] = fds[i]
+                            self.count += 1
+                        elif header.cmsg_type == SCM_PIDFD:
+                            close(fds[i])
+                header = CMSG_NXTHDR(&message, header)
+        if got < 0:
+            raise_errno(error)
+        return (
+            PyBytes_FromStringAndSize(data, got),
+            bool(message.msg_flags & MSG_TRUNC),
+            bool(message.msg_flags & MSG_CTRUNC),
+        )
+
     def filenos(self):
         """The held descriptors in port order; with both protocols tcp, udp, tcp, udp, ..."""
         cdef int i
@@ -386,7 +438,7 @@ cdef class Hold:
 
         ``NOW`` is in seconds of CLOCK_BOOTTIME, hexadecimal, with a fraction of four digits; where
         somebody has taken the name, up to seven units of it less. The label is cut to what fits,
-        not inside a character. 0, or the errno; -1 without a socket.
+        not inside a character. 0, or the errno. Makes the socket where the search has not.
         """
         # The kernel finds abstract names by their checksum, in 256 lists: names that differ in a few
         # decimal digits share a few of them, and the fraction spreads them over all.
@@ -404,7 +456,9 @@ cdef class Hold:
         if len(head) + len(middle) > NAME_MAX_BYTES - 28:  # two ports, the time, - and /
             raise ValueError("no room for a label")
         if self.entry < 0:
-            return -1
+            self.entry = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)
+            if self.entry < 0:
+                return errno
         memset(&address, 0, sizeof(address))
         address.sun_family = AF_UNIX
         clock_gettime(CLOCK_BOOTTIME, &now)

@@ -14,7 +14,8 @@ cdef extern from "<sys/socket.h>" nogil:
     int AF_UNSPEC, AF_UNIX, AF_INET, AF_INET6
     int SOCK_STREAM, SOCK_DGRAM, SOCK_CLOEXEC, SOCK_NONBLOCK
     int SOL_SOCKET, SO_REUSEADDR
-    int MSG_DONTWAIT, MSG_TRUNC
+    int SCM_RIGHTS
+    int MSG_DONTWAIT, MSG_TRUNC, MSG_CTRUNC, MSG_CMSG_CLOEXEC
 
     struct sockaddr:
         sa_family_t sa_family
@@ -25,6 +26,26 @@ cdef extern from "<sys/socket.h>" nogil:
     int setsockopt(int, int, int, const void *, socklen_t)
     ssize_t sendto(int, const void *, size_t, int, const sockaddr *, socklen_t)
     ssize_t recv(int, void *, size_t, int)
+
+    struct iovec:
+        void *iov_base
+        size_t iov_len
+    struct msghdr:
+        iovec *msg_iov
+        size_t msg_iovlen
+        void *msg_control
+        size_t msg_controllen
+        int msg_flags
+    struct cmsghdr:
+        size_t cmsg_len
+        int cmsg_level
+        int cmsg_type
+
+    ssize_t recvmsg(int, msghdr *, int)
+    cmsghdr *CMSG_FIRSTHDR(msghdr *)
+    cmsghdr *CMSG_NXTHDR(msghdr *, cmsghdr *)
+    unsigned char *CMSG_DATA(cmsghdr *)
+    size_t CMSG_LEN(size_t)
 
 cdef extern from "<netinet/in.h>" nogil:
     int IPPROTO_IPV6, IPV6_V6ONLY

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from socket import socket
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "shape_of"]
 
 _VARIABLES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
@@ -157,6 +157,26 @@ def _chosen(names: Iterable[str], labels: Sequence[str]) -> list[int]:
 
 def _as_block(socks: Sequence[socket], label: str) -> PortBlock | None:
     """A block of these sockets, which it owns from here on; None if they are not one."""
+    shape = shape_of(socks)
+    if shape is None:
+        return None
+    watch_forks()
+    registry = HostRegistry()
+    block = PortBlock(
+        Hold.adopt([sock.detach() for sock in socks]),
+        *shape,
+        "" if label in ("unknown", "fastports") else label,
+        None,
+        registry.names()[0],
+    )
+    block._passed = True
+    if "FASTPORTS_PORTS" not in os.environ:  # else they are on record as what we were started on
+        registry.claim([block])
+    return block
+
+
+def shape_of(socks: Sequence[socket]) -> tuple[int, int, str, str | None] | None:
+    """First port, number of ports, protocol and address of the block that these are, or None."""
     from socket import (
         AF_INET,
         AF_INET6,
@@ -171,7 +191,7 @@ def _as_block(socks: Sequence[socket], label: str) -> PortBlock | None:
         if sock.family not in (AF_INET, AF_INET6) or sock.type not in (SOCK_STREAM, SOCK_DGRAM):
             return None
         address, port = sock.getsockname()[:2]
-        if port == 0:
+        if port == 0 or _is_connected(sock):
             return None
         dual = sock.family == AF_INET6 and not sock.getsockopt(IPPROTO_IPV6, IPV6_V6ONLY)
         if address == "0.0.0.0" or (address == "::" and dual):
@@ -184,20 +204,13 @@ def _as_block(socks: Sequence[socket], label: str) -> PortBlock | None:
             (first + index // each, protocols[index % each], host)
             for index in range(len(rows) // each * each)
         ]:
-            break
-    else:
-        return None
-    registry = HostRegistry()
-    watch_forks()
-    block = PortBlock(
-        Hold.adopt([sock.detach() for sock in socks]),
-        first,
-        len(rows) // each,
-        "both" if each == 2 else protocols[0],
-        host,
-        "" if label in ("unknown", "fastports") else label,
-        None,
-        registry.names()[0],
-    )
-    registry.claim([block])
-    return block
+            return first, len(rows) // each, "both" if each == 2 else protocols[0], host
+    return None
+
+
+def _is_connected(sock: socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

@@ -22,10 +22,17 @@ from .registry import Owner
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from socket import socket
     from typing import Any, Protocol, overload
 
-    from ._core import Search
     from .handoff import Child
+
+    class Halting(Protocol):
+        """A search, or what else has descriptors that no block has yet."""
+
+        def pause(self) -> None: ...
+        def resume(self) -> None: ...
+        def abandon(self, *, forked: bool = False) -> None: ...
 
     class Releaser(Protocol):
         def release(self, blocks: Sequence[PortBlock]) -> None: ...
@@ -47,7 +54,7 @@ PROTOCOLS = {"tcp": TCP, "udp": UDP, "both": TCP | UDP}
 # What a forked child must close: it has copies of our descriptors and, maybe, none of our threads.
 # Global because fork is: os.register_at_fork cannot be undone, so it is called once.
 _live: dict[int, ref[PortBlock]] = {}
-_searching: set[Search] = set()
+_searching: set[Halting] = set()
 _forking: list[bool] = []
 _watching_forks: list[bool] = []
 _naming = allocate_lock()
@@ -67,7 +74,7 @@ def held() -> list[int]:
     return [len(block) for block in blocks if block is not None]
 
 
-def searching(search: Search) -> None:
+def searching(search: Halting) -> None:
     """Remember a search until :func:`searched`, for a fork in between."""
     if not _watching_forks:
         watch_forks()
@@ -76,7 +83,7 @@ def searching(search: Search) -> None:
         stand_still(search)
 
 
-def stand_still(search: Search) -> None:
+def stand_still(search: Halting) -> None:
     """Have a search that begins amid a fork wait for its end."""
     search.pause()
     if not _forking:  # it ended before the pause, and nobody else would end that
@@ -144,8 +151,8 @@ class PortBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_hold", "_markers", "_metadata", "_owner", "_process", "_registry",
-        "_served", "first", "host", "label", "last", "protocol",
+        "__weakref__", "_hold", "_markers", "_metadata", "_owner", "_passed", "_process",
+        "_registry", "_served", "first", "host", "label", "last", "protocol",
     )  # fmt: skip
 
     first: int
@@ -169,6 +176,7 @@ class PortBlock:
         self._hold = hold
         self._markers: Hold | None = None
         self._metadata = metadata
+        self._passed = False  # another process has the sockets too, or had: they may listen
         self._registry: Releaser | None = None
         self._served: Callable[[], None] | None = None  # called before the sockets close
         self._process = process  # pid and start time
@@ -347,10 +355,43 @@ class PortBlock:
 
     def spawn(self, argv: Sequence[str], **options: Any) -> Child:
         """Start a program on these ports; see :func:`fastports.handoff.spawn`."""
-        # the one upward import of the package, for the sake of block.spawn(...); 1 ms, when used
+        # an upward import, for the sake of block.spawn(...); 1 ms, when used
         from .handoff import spawn
 
         return spawn(self, argv, **options)
+
+    def send(self, sock: socket, *, timeout: float | None = 30.0) -> None:
+        """Give the block to the process that calls :func:`fastports.receive` at the other end.
+
+        The ports are free at no time: this process's copies close when the receiver has the block
+        and its entry stands. Protocol, host, label and metadata go along. Programs that were
+        started on the block stay, and what this process did for them ends, as with
+        :meth:`release`.
+
+        Parameters
+        ----------
+        sock
+            A connected UNIX socket: stream, seqpacket or datagram, blocking or not. Nobody else may
+            read or write at either end meanwhile. That a receiver is gone shows at once on the
+            first two kinds, and on datagram sockets when the time is up.
+        timeout
+            Seconds until it must be done; None for no limit.
+
+        Raises
+        ------
+        HandoffError
+            The receiver is gone, did not answer in time, refused (it says why), or answered what
+            fastports does not; or a cluster registry has the block on record under this process's
+            lease, or its holds were closed for a child. The block stays held here.
+            Unless the receiver refused, the two are out of step, and ``sock`` is shut down.
+        InvalidRequest
+            ``sock`` is no connected UNIX socket.
+        BlockReleased, NotOwner
+        """
+        # as in spawn
+        from .passing import send
+
+        send(self, sock, timeout)
 
     def release(self) -> None:
         """Give the ports back. Idempotent; any thread of the owning process may call it.

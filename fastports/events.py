@@ -43,6 +43,8 @@ DEBUG, INFO, WARNING = 10, 20, 30  # as in logging
 EVENTS = {
     "allocated": ("ports", DEBUG, "%(ports)s/%(protocol)s held"),
     "released": ("ports", DEBUG, "%(ports)s/%(protocol)s released"),
+    "sent": ("ports", DEBUG, "%(ports)s/%(protocol)s given to another process"),
+    "received": ("ports", DEBUG, "%(ports)s/%(protocol)s taken over from another process"),
     "refused": ("ports", INFO, "refused: %(why)s"),
     "door_opened": ("ports", DEBUG, "%(ports)s/%(protocol)s: door opened"),
     "door_closed": ("ports", DEBUG, "%(ports)s/%(protocol)s: door closed"),

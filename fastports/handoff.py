@@ -164,10 +164,6 @@ class _Door(Mode):
             raise
 
 
-# Blocks whose sockets were passed to a child, by id: it, or we, may have made them listen.
-_passed: set[int] = set()
-
-
 class _Passed(Handover):
     """The child can set options on the very holds; what opens their door is taken back."""
 
@@ -193,7 +189,7 @@ class _Descriptors(Mode):
 
     def start(self, block: PortBlock, launch: Launch) -> tuple[Process, Handover]:
         fds = block.filenos()
-        _passed.add(id(block))
+        block._passed = True
         if launch.listen:
             _each(block, _listen)
         descriptors = {FIRST_DESCRIPTOR + index: fd for index, fd in enumerate(fds)}
@@ -262,9 +258,9 @@ def _hold_again(sock: Any) -> None:
 
 def _stop_listening(block: PortBlock) -> None:
     """Make the holds holds again: a listening socket of ours would swallow the child's clients."""
-    if id(block) not in _passed:
+    if not block._passed:
         return
-    _passed.discard(id(block))
+    block._passed = False
 
     def stop(sock: Any) -> None:
         from _socket import SHUT_RD, SO_ACCEPTCONN, SOCK_STREAM, SOL_SOCKET

@@ -94,6 +94,8 @@ def test_c31_a_child_adopts_its_block_and_its_own_children_get_nothing_of_it(
         assert {fd for fd in fds if int(fd) < 100} <= {"0", "1", "2", "3"}  # 3 lists them
         assert who_answers(block.first) == child.pid
         assert entrances(block.first) == []
+        # one entry: what a launcher of ours has on record is not recorded twice
+        assert [e.pid for e in fastports.entries() if block.first in e.ports] == [os.getpid()]
 
 
 def test_a_shell_that_executes_the_server_passes_it_on(block: fastports.PortBlock) -> None:
@@ -322,6 +324,7 @@ def test_plain_descriptor_numbers_become_a_block_as_from_circus() -> None:
     assert isinstance(block, fastports.PortBlock)
     with block:
         assert (list(block), block.host, block.protocol) == ([port], "127.0.0.1", "tcp")
+        assert [entry.pid for entry in fastports.entries() if port in entry.ports] == [os.getpid()]
     assert not connects(port)
 
 

@@ -131,7 +131,7 @@ def test_the_table_allows_only_rooms_that_stand_above() -> None:
             for name in sorted((allowed & known) - above - {each.rstrip("/") for each in rooms})
         ]
         above |= {room.rstrip("/") for room in rooms}
-    assert upwards == [("block", "handoff")]
+    assert upwards == [("block", "handoff"), ("block", "passing")]
 
 
 def test_only_the_etcd_rooms_import_its_client() -> None:

@@ -41,6 +41,17 @@ def test_an_allocated_block_is_recorded_until_it_is_released(
     assert ports_of(etcd_server, namespace) == []
 
 
+def test_a_recorded_block_is_not_sent_away_from_the_lease_it_is_recorded_under(
+    registry: EtcdRegistry, etcd_server: Etcd, namespace: str
+) -> None:
+    here, there = socket.socketpair()
+    with here, there, fastports.Allocator(registry=registry).allocate(2) as block:
+        with pytest.raises(fastports.HandoffError, match="under the lease of this process"):
+            block.send(here)
+        assert not block.released
+        assert ports_of(etcd_server, namespace) == list(block)
+
+
 def test_a_port_recorded_by_another_host_of_the_same_id_is_left_out_of_the_search(
     etcd_server: Etcd, namespace: str
 ) -> None:
