@@ -126,9 +126,10 @@ class Change:
         if self.state == "stopping":
             return f"{who} is being ended."
         text = f"{who} {self._how()}"
+        text += f": {self.reason.removesuffix('.')}." if self.reason else "."
         if self.state == "waiting":
-            text += f"; it is started again in {self.delay or 0:.2f} s"
-        return f"{text}: {self.reason}" if self.reason else f"{text}."
+            text += f" It is started again in {self.delay or 0:.2f} s."
+        return text
 
     def _how(self) -> str:
         code = self.returncode

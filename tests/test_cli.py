@@ -21,6 +21,7 @@ from worlds import become, in_child, network, root_only, time_wait, wait_until
 from fastports import allocate, reserve
 from fastports._core import bind_abstract
 from fastports.cli import main
+from fastports.cli.ls import brief
 from fastports.host import process_start
 
 COMMANDS = ["run", "ls", "probe", "map", "top", "doctor", "gc"]
@@ -139,10 +140,6 @@ WRONG = [
     "run --many a=1 -- echo {port0}",
     "run --many a=1 -- echo {a1}",
     "run --many a=9 --range 20000-20004 true",
-    "run --exclusive --handoff door true",
-    "run --listen --handoff door true",
-    "run --detach --handoff broker true",
-    "run --detach --exclusive true",
     "run --detach --restart no true",
     "run --detach --many a=1 true",
     "run --detach --etcd 127.0.0.1:1 true",
@@ -151,7 +148,6 @@ WRONG = [
     "run --restart no --max-restarts -1 true",
     "run --restart no --max-restarts x true",
     "run --restart no --backoff x true",
-    "run --restart no --handoff magic true",
     "run --backoff 1 true",
     "run --max-restarts 1 true",
     "run --count 0 true",
@@ -160,8 +156,6 @@ WRONG = [
     "run --report-fd x true",
     "run --report-fd 1048575 true",
     "run --report - --report-fd 1 true",
-    "run --count 2 -- echo {port1}",
-    "run --count 2 --many a=1 -- echo {a1}",
     "ls extra",
     "ls --bogus",
     "probe",
@@ -336,6 +330,32 @@ def test_ls_is_not_fooled_by_names_that_are_made_to_harm() -> None:
     rows = done.stdout.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["30002-30003"]
     assert "\033" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("/opt/a/bin/python3.11 /opt/a/bin/serve --to /tmp/x", "python3.11 serve --to /tmp/x"),
+        ("/usr/bin/python3 -m http.server /srv", "python3 -m http.server /srv"),
+        ("/usr/sbin/nginx /etc/nginx", "nginx /etc/nginx"),
+        ("nginx: master process /usr/sbin/nginx", "nginx: master process /usr/sbin/nginx"),
+        ("sh", "sh"),
+        ("-", "-"),
+        ("/", "/"),
+    ],
+)
+def test_a_terminal_has_no_room_for_the_folders_of_a_command(command: str, shown: str) -> None:
+    assert brief(command) == shown
+
+
+def test_ls_leaves_folders_out_on_a_terminal_only() -> None:
+    with allocate(1) as block:
+        first = own_command().split()[0]
+        assert first.startswith("/") and first in fastports("ls").stdout
+        with terminal(*COMMAND, "ls") as term:
+            assert term.end() == 0
+        (row,) = (line for line in term.shown.splitlines() if line.startswith(f"{block.first} "))
+        assert f" {Path(first).name} " in row and "/" not in row.split()[5]
 
 
 @root_only

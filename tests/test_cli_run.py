@@ -328,12 +328,35 @@ def test_a_program_that_cannot_be_executed_is_told_as_shells_do(
     [
         (["--handoff", "magic", "true"], "--handoff 'magic' is no mode"),
         (["--", "echo", "{port3}"], "COMMAND names {port3}, but the block has 1 port"),
+        (["--exclusive", "--handoff", "door", "true"], "Use --handoff broker."),
+        (["--listen", "--handoff", "door", "true"], "Use --handoff fd."),
+        (["--detach", "--handoff", "broker", "true"], "Use --handoff close, or fd for"),
+        (["--detach", "--exclusive", "true"], "--detach leaves the program to itself"),
+        (["--restart", "no", "--handoff", "magic", "true"], "--handoff 'magic' is no mode"),
+        (["--count", "2", "--", "echo", "{port1}"], "COMMAND names {port1}"),
+        (["--count", "2", "--many", "a=1", "--", "echo", "{a1}"], "{a1} is not there"),
     ],
 )
 def test_what_only_the_hand_off_can_refuse_is_wrong_usage_too(words: list[str], part: str) -> None:
     done = fastports("run", *words, status=2)
     assert part in done.stderr and done.stderr.count("\n") == 1
+    assert "=True" not in done.stderr and "handoff=" not in done.stderr
     assert done.stdout == ""
+
+
+REFUSED = """
+import signal
+from fastports.cli import main
+for words in (["run"], ["run", "--count", "2"]):
+    assert main([*words, "--", "echo", "{port1}"]) == 2
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def test_a_refusal_leaves_the_signals_as_they_were() -> None:
+    words = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
 
 
 # --- signals --------------------------------------------------------------------------------------

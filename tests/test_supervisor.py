@@ -90,6 +90,18 @@ def first_port(supervisor: Supervisor) -> int:
     return supervisor.replicas[0].block.first
 
 
+def test_a_change_is_a_sentence_that_says_what_comes_next() -> None:
+    facts: dict[str, Any] = {
+        "label": "", "name": "serve", "ports": [20417], "protocol": "tcp", "pid": 7,
+        "returncode": 3, "seconds": 1.5, "restarts": 0,
+    }  # fmt: skip
+    for reason, why in (("it did not listen.", ": it did not listen."), ("", ".")):
+        change = Change(0, "waiting", delay=0.25, reason=reason, **facts)
+        assert str(change) == (
+            f"serve (pid 7) ended with status 3 after 1.50 s{why} It is started again in 0.25 s."
+        )
+
+
 # --- starting -------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,16 @@ def command_of(pid: int) -> str:
     return printable(text.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace"))
 
 
+def brief(command: str) -> str:
+    """The same without the folders of program and script, which would fill a terminal's line."""
+    program, space, rest = command.partition(" ")
+    name = program.rpartition("/")[2] or program
+    script, blank, tail = rest.partition(" ")
+    if name.startswith(("python", "node", "perl", "ruby", "sh", "bash")) and script[:1] != "-":
+        rest = f"{script.rpartition('/')[2] or script}{blank}{tail}"
+    return f"{name}{space}{rest}"
+
+
 def short_age(age: float) -> str:
     """Two digits are enough to tell the old from the new: 42s, 17m, 3h, 12d."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
@@ -120,6 +130,7 @@ def _write_table(found: Sequence[Entry], commands: dict[int, str]) -> None:
         label = entry.label or "-"
         if width and len(label) > LABEL:
             label = label[: LABEL - 1] + "+"  # as ps and top show that something was cut
+        command = (commands.get(entry.pid) if entry.alive else "") or "-"
         rows.append(
             (
                 ports,
@@ -127,7 +138,7 @@ def _write_table(found: Sequence[Entry], commands: dict[int, str]) -> None:
                 f"{entry.pid}" if entry.alive else f"{entry.pid}?",
                 short_age(entry.age),
                 label,
-                (commands.get(entry.pid) if entry.alive else "") or "-",
+                brief(command) if width else command,
             )
         )
     a, b, c, d, e = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:5])

@@ -25,6 +25,7 @@ from .signals import (
     children,
     exit_status,
     has_terminal,
+    restore,
     to_take,
     wait,
 )
@@ -81,8 +82,12 @@ class Program:
         self._ending = False
 
     def status(self) -> int:
-        self._take_signals()
-        child = self._start()
+        blocked = self._take_signals()
+        try:
+            child = self._start()
+        except BaseException:
+            restore(blocked)
+            raise
         if self._limit:
             import _thread  # builtin; threading costs 3 ms
 
@@ -118,10 +123,10 @@ class Program:
             self._killed_at = None
             child.stop(0)
 
-    def _take_signals(self) -> None:
+    def _take_signals(self) -> set[int]:
         """From here on signals wait until the loop takes them. Ignored ones stay ignored."""
         self._signals = to_take()
-        block(self._signals)
+        blocked = block(self._signals)
         # In our process group the command gets the terminal's keys, and may read from it. Started
         # with nohup, or in the background of a script, it must not get what we ignore.
         usual = {HUP, INT} <= set(self._signals)
@@ -131,6 +136,7 @@ class Program:
             # the terminal beside a command that has not stopped yet, or never does.
             self._signals.append(TSTP)
             block(self._signals)
+        return blocked
 
     def _start(self) -> Child:
         if not self._detach:  # what is left running is not ours to reap

@@ -12,7 +12,7 @@ else:
 
 __all__ = [
     "CHLD", "CONT", "ENDING", "HUP", "INT", "KEYS", "KILL", "STOP", "STOPS", "TERM", "TSTP",
-    "block", "children", "exit_status", "has_terminal", "to_take", "wait",
+    "block", "children", "exit_status", "has_terminal", "restore", "to_take", "wait",
 ]  # fmt: skip
 
 HUP, INT, QUIT, KILL, USR1, USR2, TERM, CHLD, WINCH = 1, 2, 3, 9, 10, 12, 15, 17, 28
@@ -31,11 +31,15 @@ def to_take() -> list[int]:
     return [*(n for n in _TAKEN if _signal.getsignal(n) != _signal.SIG_IGN), CHLD]
 
 
-def block(signals: list[int]) -> None:
-    """From here on signals wait until they are taken."""
+def block(signals: list[int]) -> set[int]:
+    """From here on signals wait until they are taken. What was blocked before."""
     # whoever started us may have had SIGCHLD ignored, and then no child leaves a status
     _signal.signal(CHLD, _signal.SIG_DFL)
-    _signal.pthread_sigmask(_signal.SIG_BLOCK, signals)
+    return set(_signal.pthread_sigmask(_signal.SIG_BLOCK, signals))
+
+
+def restore(blocked: set[int]) -> None:
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, blocked)
 
 
 def wait(signals: list[int], pause: float | None) -> _signal.struct_siginfo | None:

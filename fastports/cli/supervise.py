@@ -23,6 +23,7 @@ from .signals import (
     children,
     exit_status,
     has_terminal,
+    restore,
     to_take,
     wait,
 )
@@ -148,10 +149,14 @@ class Kept:
         """Run them; the exit status. What cannot be started the first time raises as spawn does."""
         fleet = self._fleet
         self._signals = to_take()
-        block(self._signals)
+        blocked = block(self._signals)
         on_terminal = has_terminal()
         adopt_orphans()
-        fleet.start()
+        try:
+            fleet.start()
+        except BaseException:
+            restore(blocked)
+            raise
         try:
             while not fleet.over:
                 pause = self._step()

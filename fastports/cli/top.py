@@ -7,7 +7,7 @@ import sys
 import time
 
 from ..scene import Scene
-from .ls import command_of, short_age
+from .ls import brief, command_of, short_age
 from .options import parse, seconds
 from .say import Usage, printable, say, tolerant_output
 
@@ -158,7 +158,7 @@ def _row(held: Held, commands: dict[int, str]) -> tuple[str, ...]:
         printable(entry.label) or "-",
         state,
         " ".join(_listeners(held)) or "-",
-        (commands.get(entry.pid, "") if entry.alive else "") or "-",
+        brief((commands.get(entry.pid, "") if entry.alive else "") or "-"),
     )
 
 
