@@ -117,7 +117,8 @@ def recipe(environment: dict[str, str], tmp_path: Path) -> Callable[[str], Any]:
             try:
                 yield Recipe(process, Path(environment["STANDINS"]))
             finally:
-                os.killpg(process.pid, signal.SIGTERM)
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
                 process.communicate(timeout=30)
 
     return running

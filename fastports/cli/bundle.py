@@ -39,6 +39,7 @@ class Bundle:
         self.first = self.ports[0]
         self.last = self.ports[-1]
         self._used: set[int] = set()
+        self._passed = False  # as of a block: whether the program has the sockets too
         self._served: Callable[[], None] | None = None  # how a mode is told of the release
 
     @staticmethod

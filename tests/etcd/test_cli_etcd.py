@@ -75,6 +75,26 @@ def test_run_records_many_blocks_in_one_go(etcd_server: Etcd, namespace: str) ->
     assert etcd_server.keys(f"v1/{namespace}/") == []
 
 
+def test_replicas_stay_recorded_while_they_come_and_go(etcd_server: Etcd, namespace: str) -> None:
+    words = ("--restart", "always", "--backoff", "0", "--count", "2", "--label", "web")
+    with running(
+        "run", *where(etcd_server, namespace), *words, "--report", "-", "--", *SERVER
+    ) as command:
+        before = json.loads(command.line('"listening"'))
+        json.loads(command.line('"listening"'))
+        recorded = etcd_server.keys(f"v1/{namespace}/")
+        assert len(recorded) == 2
+        os.kill(before["pid"], signal.SIGKILL)
+        after = json.loads(command.line('"listening"'))
+        assert after["ports"] == before["ports"] and after["pid"] != before["pid"]
+        assert etcd_server.keys(f"v1/{namespace}/") == recorded
+        found = json.loads(fastports("ls", *where(etcd_server, namespace), "--json").stdout)
+        assert sorted(entry["label"] for entry in found) == ["web-0", "web-1"]
+        command.signal(signal.SIGTERM)
+        assert command.end() == 128 + signal.SIGTERM
+    assert etcd_server.keys(f"v1/{namespace}/") == []
+
+
 def test_the_environment_is_enough_for_run(
     etcd_server: Etcd, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
