@@ -308,7 +308,7 @@ class Allocator:
         host: str | _Unset | None = _UNSET,
     ) -> numpy.typing.NDArray[numpy.int8]:
         """What can be said of ports at this moment; see :meth:`Allocator.probe`. In a worker."""
-        states: numpy.typing.NDArray[numpy.int8] = await loops.current().in_thread(
+        states: numpy.typing.NDArray[numpy.int8] = await loops.current().search(
             Job(lambda: self._policy.probe(candidates, protocol=protocol, host=host))
         )
         return states
@@ -376,7 +376,7 @@ class Allocator:
 async def _anywhere(loop: Loop, registry: Registry | None, job: Job) -> Any:
     """Do it in a worker thread, or where a registry may take its time."""
     if registry is None:
-        return await loop.in_thread(job)
+        return await loop.search(job)
     return await loop.apart(job, prompt=True)
 
 

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
             When cancelled: the job's result has been undone when the cancellation goes on.
             """
 
+        async def search(self, job: Job) -> Any:
+            """The same for a job that keeps the interpreter from others: few are at it at once."""
+
         async def apart(self, job: Job, *, prompt: bool = False) -> Any:
             """Do a job that may wait for long in a thread that is none of the loop's workers.
 
@@ -52,6 +55,12 @@ __all__ = ["Job", "current"]
 
 # Searches that one turn of a loop lets through: 8 of some 50 us leave the loop to others in time.
 PER_TURN = 8
+
+# Worker threads of one loop that search. With as many as the loop has workers a turn of the loop
+# takes 5 ms and more, since each of them takes the interpreter away from it: 20 us with one worker,
+# 30 us with two (the 90th of 100 turns, 50 tasks that allocate 64 ports each), and not a tenth of
+# the throughput less. Two, because a search that finds nothing waits for others, asleep.
+SEARCHING = 2
 
 # Threads of one loop that wait for a cluster registry. The loop's own workers are left alone: a
 # registry that does not answer would keep them all, and with them every name lookup of the program.
@@ -172,6 +181,7 @@ class _Asyncio:
         self._given = 0
         self._turning = False
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._searches = asyncio.Semaphore(SEARCHING)
         self._apart = 0
         self._jobs: deque[tuple[Job, asyncio.Future[Any]]] = deque()
 
@@ -243,6 +253,19 @@ class _Asyncio:
                     future = self._asyncio.get_running_loop().run_in_executor(None, undo)
                 await self._until_done(future)
             raise
+
+    async def search(self, job: Job) -> Any:
+        loop = self._asyncio.get_running_loop()
+        try:
+            await self._searches.acquire()
+        except BaseException:
+            job.drop()
+            raise
+        try:
+            return await self.in_thread(job)
+        finally:
+            if not loop.is_closed():
+                self._searches.release()
 
     async def apart(self, job: Job, *, prompt: bool = False) -> Any:
         loop = self._asyncio.get_running_loop()
@@ -372,22 +395,25 @@ class _Anyio:
         await self._anyio.wait_writable(fd)
 
     async def in_thread(self, job: Job) -> Any:
+        return await self._thread(job, limiter=None)
+
+    async def search(self, job: Job) -> Any:
+        return await self._thread(job, limiter=self._limiter("fastports searching", SEARCHING))
+
+    async def apart(self, job: Job, *, prompt: bool = False) -> Any:
+        limiter = self._limiter("fastports apart", APART)
+        with self._anyio.CancelScope(shield=not prompt):
+            return await self._thread(job, limiter=limiter, abandon_on_cancel=prompt)
+
+    async def _thread(self, job: Job, **options: Any) -> Any:
         try:
-            return await self._anyio.to_thread.run_sync(job)
+            return await self._anyio.to_thread.run_sync(job, **options)
         except BaseException:
             _in_the_background(job.drop())
             raise
 
-    async def apart(self, job: Job, *, prompt: bool = False) -> Any:
-        limiter = _of_run("fastports apart", lambda: self._anyio.CapacityLimiter(APART))
-        try:
-            with self._anyio.CancelScope(shield=not prompt):
-                return await self._anyio.to_thread.run_sync(
-                    job, abandon_on_cancel=prompt, limiter=limiter
-                )
-        except BaseException:
-            _in_the_background(job.drop())
-            raise
+    def _limiter(self, name: str, threads: int) -> Any:
+        return _of_run(name, lambda: self._anyio.CapacityLimiter(threads))
 
     async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
         with self._anyio.CancelScope(shield=True):

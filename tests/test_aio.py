@@ -280,6 +280,92 @@ def test_nothing_but_small_searches_keeps_the_thread_of_the_loop(run: Run[None])
     run(main)
 
 
+def test_few_searches_are_in_worker_threads_at_once(run: Run[None]) -> None:
+    """More of them would take the interpreter away from the loop, and gain nothing."""
+
+    async def main() -> None:
+        at_it: set[int] = set()
+        most: list[int] = []
+
+        class Watched(aio._Policy):
+            def _attempt(self, *args: Any) -> fastports.PortBlock:
+                at_it.add(threading.get_ident())
+                most.append(len(at_it))
+                try:
+                    time.sleep(0.002)  # as long as a search among many busy ports
+                    return super()._attempt(*args)
+                finally:
+                    at_it.remove(threading.get_ident())
+
+        allocator = aio.Allocator()
+        allocator._policy = Watched()
+
+        async def one() -> None:
+            async with allocator.allocate(30):
+                pass
+
+        await together(*[one] * 12)
+        assert len(most) == 12
+        assert max(most) <= loops.SEARCHING
+
+    run(main)
+
+
+def test_a_search_cancelled_while_it_waits_for_a_worker_is_given_up(
+    run: Run[None], free: fastports.PortRange
+) -> None:
+    async def main() -> None:
+        go = threading.Event()
+
+        class Slow(aio._Policy):
+            def _attempt(self, *args: Any) -> fastports.PortBlock:
+                go.wait(10)
+                return super()._attempt(*args)
+
+        allocator = aio.Allocator()
+        allocator._policy = Slow()
+        blocks = [fastports.reserve(port) for port in free]
+        before = Before()
+
+        async def one() -> None:
+            async with allocator.allocate(30):
+                pass
+
+        async def late() -> None:
+            async def search() -> None:
+                await aio.allocate(1, range=free)
+
+            try:
+                await cancelled(search, lambda: bool(_searching))
+                assert not _searching
+            finally:
+                go.set()
+
+        await together(*[one] * loops.SEARCHING, late)
+        assert before.is_now()
+        for block in blocks:
+            block.release()
+
+    run(main)
+
+
+async def cancelled(
+    function: Callable[[], Coroutine[Any, Any, None]], when: Callable[[], bool]
+) -> None:
+    """Call it, and cancel it once that is so."""
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(function)
+            await until(when, trio.sleep)
+            nursery.cancel_scope.cancel()
+    else:
+        task = asyncio.ensure_future(function())
+        await until(when, asyncio.sleep)
+        task.cancel()
+        await asyncio.wait([task])
+
+
 def test_five_hundred_allocations_at_once_are_disjoint() -> None:
     """C05."""
 
