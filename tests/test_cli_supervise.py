@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from commanding import COMMAND, Running, fastports, running, terminal
 from programs import program
-from test_cli_run import ORPHANS, alive, children, gone
+from test_cli_run import ORPHANS, alive, children, gone, state
 from worlds import can_bind, root_only, wait_until
 
 from fastports import entries
@@ -305,6 +305,29 @@ def test_a_terminal_that_is_gone_ends_it_behind_a_shell_too() -> None:
         term.close()
         term.end()
         gone(pid, launcher)
+
+
+def test_ctrl_z_stops_all_and_fg_goes_on_with_all() -> None:
+    command = " ".join(COMMAND)
+    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
+        term.expect("$ ")
+        term.type(f"{command} run --count 2 --wait 0 -- sleep 100\n")
+        term.expect("has port")
+        term.expect("has port")
+        (launcher,) = children(term.pid)
+        both = children(launcher)
+        assert len(both) == 2
+        term.type("\x1a")
+        term.expect("Stopped")
+        wait_until(lambda: {state(pid) for pid in both} == {"T"}, "both to stop")
+        term.expect("$ ")
+        term.type("fg\n")
+        wait_until(lambda: {state(pid) for pid in both} == {"S"}, "both to go on")
+        term.type("\x03")
+        term.expect("$ ")
+        gone(*both)
+        term.type("exit\n")
+        term.end()
 
 
 ENDS_IN_BETWEEN = """

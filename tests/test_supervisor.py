@@ -557,13 +557,19 @@ def script(act: str, argv: list[str] = SERVER, grace: float = 10.0) -> Iterator[
 
 def lines_until(process: Any, count: int, state: str) -> list[list[str]]:
     found = []
-    for line in process.stdout:
-        words = line.split()
-        if words and words[0] == state:
-            found.append(words[1:])
-            if len(found) == count:
-                return found
-    raise AssertionError(process.stderr.read())
+    deadline = threading.Timer(30, process.kill)
+    deadline.start()
+    try:
+        for line in process.stdout:
+            words = line.split()
+            if words and words[0] == state:
+                found.append(words[1:])
+                if len(found) == count:
+                    return found
+        raise AssertionError(process.stderr.read())
+    finally:
+        deadline.cancel()
+        deadline.join()
 
 
 def test_run_stops_on_term_restarts_on_hangup_and_says_how_it_ended() -> None:

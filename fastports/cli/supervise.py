@@ -14,11 +14,14 @@ from .program import not_executed
 from .say import Usage, complain, reworded, say
 from .signals import (
     CHLD,
+    CONT,
     ENDING,
     HUP,
     KEYS,
     KILL,
+    STOP,
     TERM,
+    TSTP,
     block,
     children,
     exit_status,
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from ..handoff import Child
     from .options import Options
     from .report import Report
+else:
+    import _signal  # what signal is made of; the module around it costs 4 ms
 
 __all__ = ["HELP", "Kept", "kept"]
 
@@ -149,8 +154,10 @@ class Kept:
         """Run them; the exit status. What cannot be started the first time raises as spawn does."""
         fleet = self._fleet
         self._signals = to_take()
-        blocked = block(self._signals)
         on_terminal = has_terminal()
+        if on_terminal and _signal.getsignal(TSTP) != _signal.SIG_IGN:
+            self._signals.append(TSTP)
+        blocked = block(self._signals)
         adopt_orphans()
         try:
             fleet.start()
@@ -196,10 +203,26 @@ class Kept:
             elif number in KEYS:
                 self._hurry = True
                 fleet.stop(0)
+        elif number == TSTP:
+            self._stop_and_go_on()
         elif number != HUP:
             fleet.signal(number)
         elif not self._stopped_by:
             fleet.restart()
+
+    def _stop_and_go_on(self) -> None:
+        """Ctrl-Z: the terminal stops our process group alone, so the others are stopped here."""
+        self._signal_groups(TSTP)
+        os.kill(os.getpid(), STOP)
+        self._signal_groups(CONT)  # fg or bg
+
+    def _signal_groups(self, number: int) -> None:
+        for replica in self._fleet.replicas:
+            if replica.pid is not None:
+                try:  # noqa: SIM105 - contextlib costs 2 ms at import
+                    os.killpg(replica.pid, number)
+                except (ProcessLookupError, PermissionError):
+                    pass
 
     def _reap(self) -> bool:
         """Reap orphans that came to us; False if a replica has ended that step() has to see."""
