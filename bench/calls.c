@@ -1,4 +1,5 @@
 /* A child that times its own calls: calls KIND PORT COUNT [FD], where FD says when to begin.
+ * "serve" listens once, prints when it did so (CLOCK_MONOTONIC), and stays until it is ended.
  * Prints median, 99th percentile and maximum of a bind with its listen, and the longest single call,
  * in nanoseconds. */
 #include <arpa/inet.h>
@@ -33,6 +34,17 @@ int main(int argc, char **argv) {
     at.sin_port = htons(atoi(argv[2]));
     if (argc > 4 && read(atoi(argv[4]), &byte, 1) != 1)
         return 2;
+    if (!strcmp(kind, "serve")) {
+        int one = 1;
+        s = socket(AF_INET, SOCK_STREAM, 0);
+        setsockopt(s, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+        if (bind(s, (struct sockaddr *)&at, sizeof at) || listen(s, 128))
+            return 4;
+        begin = now();
+        printf("%ld\n", begin);
+        fflush(stdout);
+        pause();
+    }
     for (i = 0; i < count; i++) {
         if (!strcmp(kind, "nothing")) { /* a system call that is neither */
             int j;

@@ -258,6 +258,47 @@ def test_a_program_under_systemd_socket_activate_adopts_its_sockets() -> None:
         process.terminate()
 
 
+@pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="no systemd here")
+def test_systemd_socket_activate_takes_our_sockets_and_passes_them_on(
+    block: fastports.PortBlock,
+) -> None:
+    """It waits for the first client, and becomes the program then."""
+    argv = adopter("systemd-socket-activate")
+    with block.spawn(argv, handoff="fd", listen=True, stdout=PIPE, stderr=PIPE) as child:
+        assert who_answers(block.first) == child.pid
+        assert child.stdout is not None
+        told = json.loads(child.stdout.readline())
+        assert (told["ports"], told["fds"]) == (list(block), [3])
+
+
+def test_a_program_under_circus_adopts_its_sockets(tmp_path: Path) -> None:
+    if importlib.util.find_spec("circus") is None:
+        pytest.skip("circus is not installed")
+    with fastports.allocate(1) as block:
+        port = block.first
+    code = "import fastports, socket, sys; b = fastports.adopt(descriptors=[int(sys.argv[1])])\n"
+    code += "s = socket.fromfd(b.filenos()[0], 2, 1)\n"
+    code += "while True:\n    c, _ = s.accept(); c.sendall(b'%d' % b.first); c.recv(1); c.close()"
+    (tmp_path / "program.py").write_text(code)
+    (tmp_path / "circus.ini").write_text(f"""
+[circus]
+endpoint = ipc://{tmp_path}/endpoint
+pubsub_endpoint = ipc://{tmp_path}/pubsub
+[watcher:web]
+cmd = {sys.executable} {tmp_path}/program.py $(circus.sockets.web)
+use_sockets = True
+copy_env = True
+[socket:web]
+host = 127.0.0.1
+port = {port}
+""")
+    argv = [sys.executable, "-m", "circus.circusd", str(tmp_path / "circus.ini")]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: connects(port), 30)
+        assert who_answers(port) == port
+        process.terminate()
+
+
 # ------------------------------------------------------------------ what cannot be
 
 
