@@ -19,13 +19,17 @@ if not any(point.name == "fastports" for point in entry_points(group="pytest11")
 
 pytest_fastports = pytest.importorskip("pytest_fastports")
 HERE = Path(__file__).parent
+OUTCOMES = ("WRONG ANSWER", "NO ANSWER")
 SERVER = f"{[sys.executable, '-m', 'http.server', '{port}']!r}"
 
 
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     (folder / "pytest.ini").touch()
     command = [sys.executable, "-m", "pytest", "-q"]
-    for plugin in ("cacheprovider", "asyncio", "anyio", "benchmark", "hypothesispytest"):
+    unused = ["cacheprovider", "anyio", "benchmark", "hypothesispytest"]
+    if env.get("FIXTURE") != "unused_tcp_port":
+        unused.append("asyncio")
+    for plugin in unused:
         command += ["-p", f"no:{plugin}"]  # a start takes a third of the time without them
     return subprocess.Popen(
         [*command, *arguments],
@@ -236,12 +240,38 @@ def test_no_name_is_that_of_a_fixture_of_the_async_plugins() -> None:
     assert not names & theirs
 
 
-def test_two_sessions_of_xdist_at_once_never_answer_for_each_other(tmp_path: Path) -> None:
-    """C25, C26: also when every server would share its port (SO_REUSEPORT)."""
+@pytest.mark.parametrize("reuse_port", ["0", "1"], ids=["c25", "c26"])
+def test_c25_c26_two_sessions_of_xdist_at_once_never_answer_for_each_other(
+    reuse_port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when every server would share its port (SO_REUSEPORT), which is C26.
+
+    FASTPORTS_XDIST=full: 400 tests on 8 workers, and beside it pytest-asyncio's fixture, counted.
+    """
+    full = os.environ.get("FASTPORTS_XDIST") == "full"
+    count, workers = ("400", "8") if full else ("40", "2")
     shutil.copy(HERE / "nonce_suite.py", tmp_path / "test_nonce.py")
-    sessions = [start(tmp_path, "-n", "2", COUNT="40", REUSE_PORT=reuse) for reuse in ("0", "1")]
-    for session in sessions:
-        assert passed(end(session)) == 40
+
+    def two_sessions(**env: str) -> list[tuple[int, str]]:
+        env.update(COUNT=count, REUSE_PORT=reuse_port)
+        sessions = [start(tmp_path, "-n", workers, **env) for _ in range(2)]
+        return [end(session) for session in sessions]
+
+    for session in two_sessions():
+        assert passed(session) == int(count)
+    if not full:
+        return
+    pytest.importorskip("pytest_asyncio")
+    theirs = two_sessions(FIXTURE="unused_tcp_port")
+    outputs = "".join(output for _, output in theirs)
+    wrong, failed = (len(re.findall(f"FAILED .*{what}", outputs)) for what in OUTCOMES)
+    served = sum(map(int, re.findall(r"(\d+) passed", outputs)))
+    assert served + wrong + failed == 2 * int(count), outputs
+    with capsys.disabled():
+        print(
+            f"\nwith unused_tcp_port and SO_REUSEPORT={reuse_port} {served} of 800 tests got their"
+            f" own answer, {wrong} another server's, {failed} none; with port all got their own"
+        )
 
 
 def test_an_interrupted_session_leaves_no_server(tmp_path: Path) -> None:
