@@ -189,10 +189,11 @@ def test_what_does_not_listen_in_time_is_a_failure_with_advice_for_a_shell() -> 
     ("command", "status"), [("/nonexistent/program", 127), ("/etc/passwd", 126)]
 )
 def test_a_program_that_cannot_be_executed_ends_it_at_once(command: str, status: int) -> None:
-    words = ["run", "--restart", "always", "--count", "3", "--label", "unstartable", command]
+    label = f"unstartable-{os.getpid()}"
+    words = ["run", "--restart", "always", "--count", "3", "--label", label, command]
     done = fastports(*words, status=status)
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"fastports: {command}: ")
-    assert not [entry for entry in entries() if entry.label.startswith("unstartable")]
+    assert not [entry for entry in entries() if entry.label.startswith(label)]
 
 
 # --- signals --------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import standins
-from worlds import can_bind, wait_until
+from worlds import can_bind, network, wait_until
 
 from fastports import Entry, entries
 
@@ -89,6 +89,13 @@ def group_of(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:  # another test's, gone since
         return 0
+
+
+@pytest.fixture(autouse=True)
+def room() -> Iterator[None]:
+    """Other tests may have left no 64 free ports in a row: as root each recipe has its own."""
+    with network() if os.geteuid() == 0 else nullcontext():
+        yield
 
 
 @pytest.fixture
