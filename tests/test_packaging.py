@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -120,4 +121,5 @@ def assert_it_serves_and_leaves_nothing(fastports: Path, python: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as the terminal does
         process.stderr.read()
         assert process.wait(30) == 0  # http.server's own status after a Ctrl-C
-    assert can_bind(port, options=[])
+    # over the connection of this test, which may be in TIME_WAIT
+    assert can_bind(port, options=[socket.SO_REUSEADDR])
