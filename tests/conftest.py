@@ -50,6 +50,7 @@ def _surroundings() -> dict[str, object]:
         "folder": os.getcwd(),
         "SIGINT handler": signal.getsignal(signal.SIGINT),
         "SIGTERM handler": signal.getsignal(signal.SIGTERM),
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "timer": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
     }
 
