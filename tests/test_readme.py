@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from commanding import COMMAND
 
+import fastports
+
 README = Path(__file__).parent.parent / "README.md"
 PYTHON = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 PYTHON = [source for source in PYTHON if "etcd" not in source]  # tests/etcd/test_docs_etcd.py
@@ -74,7 +76,7 @@ def test_a_command_line_does_what_it_says(line: str, tmp_path: Path) -> None:
     (tmp_path / "python3").symlink_to(sys.executable)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": ""}
     words = [*COMMAND, *shlex.split(line)[1:]]
-    with subprocess.Popen(
+    with fastports.allocate(1, label="seen"), subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
         text=True, env=environ, cwd=tmp_path, start_new_session=True,
     ) as process:  # fmt: skip
@@ -94,3 +96,5 @@ def test_a_command_line_does_what_it_says(line: str, tmp_path: Path) -> None:
     assert process.returncode in (0, 1, 130, 128 + signal.SIGTERM)
     if words[len(COMMAND)] in ("ls", "probe", "map", "doctor"):
         assert out and process.returncode in (0, 1), err
+    if words[len(COMMAND)] == "ls":
+        assert "seen" in out
