@@ -349,13 +349,18 @@ def test_a_terminal_has_no_room_for_the_folders_of_a_command(command: str, shown
 
 
 def test_ls_leaves_folders_out_on_a_terminal_only() -> None:
-    with allocate(1) as block:
-        first = own_command().split()[0]
-        assert first.startswith("/") and first in fastports("ls").stdout
+    code = "import fastports as f; b = f.allocate(1); print(b.first, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        assert f" {sys.executable} -c " in fastports("ls").stdout
         with terminal(*COMMAND, "ls") as term:
             assert term.end() == 0
-        (row,) = (line for line in term.shown.splitlines() if line.startswith(f"{block.first} "))
-        assert f" {Path(first).name} " in row and "/" not in row.split()[5]
+        (row,) = (line for line in term.shown.splitlines() if line.startswith(f"{first} "))
+        assert f" {Path(sys.executable).name} -c " in row and sys.executable not in term.shown
+        process.communicate("\n")
 
 
 @root_only
