@@ -487,10 +487,7 @@ class Connection:
                     limit,
                 )
             except Late:
-                error = RegistryTimeout(
-                    f"etcd at {link.endpoint} still had an interrupted call to answer; try again",
-                    endpoint=link.endpoint,
-                )
+                error = _silent(link, "the call did not end at its deadline")
             except self._rpc_error as exc:
                 error = translate(exc, link)
                 error.__cause__ = exc
@@ -529,7 +526,7 @@ class Connection:
                 max(0.0, call.remaining),
             )
         except Late:
-            raise self._late(link) from None
+            raise _silent(link, "the call did not end at its deadline") from None
         except self._rpc_error as exc:
             raise translate(exc, link) from exc
 
@@ -584,6 +581,23 @@ _LOGIN_EXPIRED = ("invalid auth token", "revision of auth store is old")
 _NOT_LET_IN = ("authentication failed", "permission denied", "user name is empty", "not permitted")
 
 
+def _silent(link: Link, words: str) -> RegistryError:
+    """Time ran out: somebody is slow there, or nobody ever was there."""
+    where = link.endpoint
+    if not link.answered:
+        return RegistryUnavailable(
+            f"etcd at {where} never answered within the time allowed ({words}); see that it "
+            "runs and that nothing drops the packets",
+            endpoint=where,
+            outcome="unknown",
+        )
+    return RegistryTimeout(
+        f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
+        "after its disk and its leader",
+        endpoint=where,
+    )
+
+
 def translate(exc: Any, link: Link) -> RegistryError:
     """The nearest error of ours for a ``grpc.RpcError``."""
     code = exc.code().name
@@ -598,18 +612,7 @@ def translate(exc: Any, link: Link) -> RegistryError:
             outcome="unknown" if sent else "not-applied",
         )
     if code == "DEADLINE_EXCEEDED":
-        if not link.answered:
-            return RegistryUnavailable(
-                f"etcd at {where} never answered within the time allowed ({words}); see that it "
-                "runs and that nothing drops the packets",
-                endpoint=where,
-                outcome="unknown",
-            )
-        return RegistryTimeout(
-            f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
-            "after its disk and its leader",
-            endpoint=where,
-        )
+        return _silent(link, words)
     if code == "UNAUTHENTICATED" or any(text in words for text in _LOGIN_EXPIRED):
         return RegistryDenied(
             f"etcd at {where} does not take the login any more ({words}); give user= and "
