@@ -27,6 +27,14 @@ from fastports.child import sweep
 from fastports.handoff import DEVNULL, PIPE, STDOUT, Child, modes
 
 HERE = Path(__file__).parent
+WORKING = modes()
+MODES = [
+    pytest.param(
+        mode,
+        marks=pytest.mark.skipif(not WORKING[mode].works, reason=f"no {mode}: {WORKING[mode].why}"),
+    )
+    for mode in WORKING
+]
 
 
 @pytest.fixture
@@ -728,10 +736,11 @@ def test_a_child_that_nobody_keeps_runs_on_with_its_block() -> None:
     fastports.reserve(port).release()
 
 
-def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock) -> None:
+@pytest.mark.parametrize("handoff", MODES)
+def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock, handoff: str) -> None:
     children: list[Child] = []
     thread = threading.Thread(
-        target=lambda: children.append(block.spawn(program("server", "{port}"), handoff="door"))
+        target=lambda: children.append(block.spawn(program("server", "{port}"), handoff=handoff))
     )
     thread.start()
     task = f"/proc/self/task/{thread.native_id}"
@@ -742,7 +751,7 @@ def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock) ->
 
 
 @pytest.mark.parametrize("name", ["server", "worker", "background"])
-@pytest.mark.parametrize("handoff", ["door", "close"])
+@pytest.mark.parametrize("handoff", MODES)
 def test_a_launcher_that_is_killed_takes_its_children_along_and_frees_the_ports(
     name: str, handoff: str
 ) -> None:
