@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     class Told(Protocol):
         def listening(self) -> None: ...
         def is_open(self) -> bool: ...
+        def left(self) -> bool: ...
         def over(self) -> None: ...
 
 
@@ -534,7 +535,7 @@ class Child:
             self._group_lives()
             or (self._family.scattered and self.returncode == 0)
             or (self._family.leash >= 0 and has_reader(self._family.leash))
-        )
+        ) and not (self._handover.left() or self._family.alone())
         if self._over or not expected or not self._family.members():
             _lingering.discard(self)
             self._drop_leash()  # dropped before, it would kill the rest of the group

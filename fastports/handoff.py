@@ -829,6 +829,9 @@ class _Told(Handover):
     def is_open(self) -> bool:
         return self._handover is not None and self._handover.is_open()
 
+    def left(self) -> bool:
+        return self._handover is not None and self._handover.left()
+
     def over(self) -> None:
         handover, self._handover = self._handover, None
         if handover is not None:

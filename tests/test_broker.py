@@ -823,6 +823,35 @@ def test_service_goes_on_for_descendants_of_a_child_that_ended(launch: Launcher)
     until(lambda: not launch.broker.running)
 
 
+def test_a_child_has_left_when_nobody_with_its_filter_is_there_any_more(launch: Launcher) -> None:
+    go = os.pipe()
+
+    def leave_a_worker(say: Callable[[object], None]) -> object:
+        if os.fork() == 0:
+            os.setsid()
+            os.read(go[0], 1)
+            os._exit(0)
+        return "left"
+
+    child = Child(leave_a_worker)
+    number = launch.broker.serve(launch.block(hold()), child.listener)
+    assert child.answer() == "left"
+    assert not launch.broker.left(number)
+    child.close()
+    assert not launch.broker.left(number)
+    os.write(go[1], b"x")
+    until(lambda: launch.broker.left(number))
+    until(lambda: not launch.broker.running)
+    assert launch.broker.left(number)
+    for fd in go:
+        os.close(fd)
+    other = launch.start(launch.block(hold()), lambda say: "here")
+    launch.broker.close()
+    until(lambda: not launch.broker.running)
+    assert not launch.broker.left(number)  # nobody looks any more
+    assert other.answer() == "here"
+
+
 def test_after_stop_a_bind_fails_at_once_with_enosys(launch: Launcher) -> None:
     held = hold()
     go = os.pipe()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -85,11 +85,13 @@ def door_is_open(block: PortBlock) -> bool:
     return states.pop()
 
 
-def launcher(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+def launcher(
+    code: str, *arguments: str, prefix: Sequence[str] = (), **options: object
+) -> subprocess.Popen[str]:
     """A process of its own that launches children."""
     head = "import os, sys, time\nimport fastports\nfrom programs import program\n"
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-        [sys.executable, "-c", head + code, *arguments],
+        [*prefix, sys.executable, "-c", head + code, *arguments],
         env={**os.environ, "PYTHONPATH": str(HERE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -698,6 +700,29 @@ def test_what_a_killed_child_left_in_a_session_of_its_own_is_ended_by_stop(
         assert runs(left)
         child.stop(0)
         assert not runs(left)
+
+
+ALONE = """
+import os, subprocess
+from fastports.family import Family
+def ends(code="pass"):
+    code = "import os; " + code
+    process = subprocess.Popen([sys.executable, "-ISc", code])
+    family = Family(process.pid, b"token", leads=False)
+    process.wait()
+    return family
+print(ends().alone(), ends("os.fork()").alone())
+family = ends()
+ends()
+print(family.alone())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs process numbers of its own, as root has them")
+def test_a_child_after_which_no_process_was_made_is_known_to_be_alone() -> None:
+    with launcher(ALONE, prefix=["unshare", "--pid", "--fork", "--mount-proc"]) as process:
+        out, err = process.communicate(timeout=60)
+    assert out.split() == ["True", "False", "False"], err
 
 
 def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> None:
