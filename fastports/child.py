@@ -458,6 +458,7 @@ class Child:
 
     def _check_owners(self, watch: Watch) -> None:
         """Every listener has to be one of the family's."""
+        strangers: list[tuple[int, int]] = []
         for _ in range(5):  # a socket may be on its way from one process to another
             listeners = watch.listeners()
             owned = self._family.owned(socket for _, socket in listeners)

@@ -404,6 +404,7 @@ def _choose(
             )
         return mode
     missed = []
+    mode = _MODES[-1]
     for mode in _MODES:
         if not mode.in_auto:
             continue
@@ -845,6 +846,7 @@ def _name(block: PortBlock) -> bytes:
 
 
 def _kept(pass_fds: Iterable[int]) -> dict[int, int]:
+    kept: dict[int, int] = {}
     try:
         kept = {fd: fd for fd in pass_fds}
         good = all(isinstance(fd, int) and not isinstance(fd, bool) and fd > 2 for fd in kept)

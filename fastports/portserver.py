@@ -589,7 +589,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import argparse  # 6 ms
 
     parser = argparse.ArgumentParser(
-        prog="fastports portserver", description=__doc__.split("\n")[0]
+        prog="fastports portserver", description=(__doc__ or "").split("\n")[0]
     )
     add_arguments(parser)
     return run(parser.parse_args(argv))

@@ -61,18 +61,21 @@ if TYPE_CHECKING:
             RegistryError
                 With ``outcome == "not-applied"`` where nothing can have been recorded.
             """
+            ...
 
         def release(self, blocks: Sequence[Recordable]) -> None:
             """Remove what ``blocks`` recorded under their owner's token; never anybody else's.
 
             Idempotent. Blocks that were never claimed are passed over.
             """
+            ...
 
         def release_later(self, blocks: Sequence[Recordable]) -> None:
             """As ``release``, but for finalizers, which run inside any code of the process.
 
             Takes no lock that is not re-entrant, waits for nobody, raises nothing.
             """
+            ...
 
         def state(self, block: Recordable) -> str:
             """How the record of a held block stands.
@@ -83,12 +86,15 @@ if TYPE_CHECKING:
                 ``"held"``; ``"degraded"``: there is no valid record at the moment;
                 ``"contested"``: the record names another owner.
             """
+            ...
 
         def entries(self) -> Iterator[Entry]:
             """What is recorded now, by everybody the registry can see, in port order."""
+            ...
 
         def close(self) -> None:
             """Give back the registry's own connections, threads and leases. Idempotent."""
+            ...
 
 
 class Owner:

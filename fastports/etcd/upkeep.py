@@ -229,6 +229,7 @@ def diagnose(registry: EtcdRegistry, *, timeout: float = 3.0) -> Iterator[Findin
 
 def _endpoint(connection: Connection, link: Link, timeout: float) -> Iterator[Finding]:
     fastest = float("inf")
+    status: Any = None
     call = Call(timeout)
     try:
         for _ in range(3):

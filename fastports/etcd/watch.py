@@ -110,7 +110,7 @@ class Reader:
             return None
         namespace, space, host, port = place
         fields = decode(value)
-        entry = fields and self._entries.entry(fields, port, space, host, namespace)
+        entry = self._entries.entry(fields, port, space, host, namespace) if fields else None
         if not fields or not entry:
             self.skipped += 1
             return None
