@@ -158,16 +158,16 @@ class Child:
         self._hint = hint
         self._handover = handover
         self._started = started
-        self.owner = os.getpid()
-        self.pid = process.pid
+        self.owner: int = os.getpid()
+        self.pid: int = process.pid
         self.args = args
         self.block = block
         self.mode = mode
         self.ports = ports
         self.listened_after: float | None = None
-        self.stdin = _writer(pipes[0])
-        self.stdout = _reader(pipes[1])
-        self.stderr = _reader(pipes[2])
+        self.stdin: BufferedWriter | None = _writer(pipes[0])
+        self.stdout: BufferedReader | None = _reader(pipes[1])
+        self.stderr: BufferedReader | None = _reader(pipes[2])
         self._over = False
         _remember(self)
 

@@ -349,9 +349,9 @@ class ModeStatus:
     __slots__ = ("name", "why", "works")
 
     def __init__(self, name: str, why: str) -> None:
-        self.name = name
-        self.works = not why
-        self.why = why
+        self.name: str = name
+        self.works: bool = not why
+        self.why: str = why
 
     def __repr__(self) -> str:
         return f"<ModeStatus {self.name}: {'works' if self.works else self.why}>"

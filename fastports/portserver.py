@@ -80,8 +80,8 @@ class PortServer:
     """
 
     def __init__(self, pools: Sequence[PortRange] = (), *, handoff: str = HANDOFFS[0]) -> None:
-        self.pools = tuple(pools)
-        self.handoff = check_handoff(handoff)
+        self.pools: tuple[PortRange, ...] = tuple(pools)
+        self.handoff: str = check_handoff(handoff)
         self._allocators = [Allocator(range=pool, include_reserved=True) for pool in pools]
         if not pools:
             self._allocators.append(Allocator())

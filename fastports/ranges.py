@@ -240,10 +240,12 @@ class Plan:
         cuts: tuple[tuple[int, int], ...],
         warning: str | None = None,
     ) -> None:
-        self.first = first
-        self.last = last
-        self.cuts = tuple((a, b) for a, b in cuts if a <= last and b >= first)
-        self.warning = warning
+        self.first: int = first
+        self.last: int = last
+        self.cuts: tuple[tuple[int, int], ...] = tuple(
+            (a, b) for a, b in cuts if a <= last and b >= first
+        )
+        self.warning: str | None = warning
 
 
 def default_plan(ephemeral: tuple[int, int], reserved: tuple[tuple[int, int], ...]) -> Plan:

@@ -114,8 +114,8 @@ class Owner:
     __slots__ = ("_token", "pid", "start")
 
     def __init__(self, pid: int, start: int, token: str | None = None) -> None:
-        self.pid = pid
-        self.start = start
+        self.pid: int = pid
+        self.start: int = start
         self._token = token
 
     @property
@@ -181,16 +181,16 @@ class Entry:
         alive: bool | None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
-        self.first = first
-        self.last = last
-        self.protocol = protocol
-        self.host = host
-        self.pid = pid
-        self.start = start
-        self.label = label
-        self.age = age
-        self.alive = alive
-        self.extra = {} if extra is None else extra
+        self.first: int = first
+        self.last: int = last
+        self.protocol: str = protocol
+        self.host: str | None = host
+        self.pid: int = pid
+        self.start: int = start
+        self.label: str = label
+        self.age: float = age
+        self.alive: bool | None = alive
+        self.extra: Mapping[str, object] = {} if extra is None else extra
 
     @property
     def ports(self) -> range:

@@ -64,10 +64,10 @@ class Endpoint:
     __slots__ = ("host", "netloc", "port", "secure")
 
     def __init__(self, host: str, port: int, secure: bool) -> None:
-        self.host = host
-        self.port = port
-        self.secure = secure
-        self.netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.host: str = host
+        self.port: int = port
+        self.secure: bool = secure
+        self.netloc: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def __repr__(self) -> str:
         return f"{'https' if self.secure else 'http'}://{self.netloc}"
@@ -171,11 +171,11 @@ class Credentials:
                     argument=name,
                     value=path,
                 )
-        self.user = user
-        self.password = password
-        self.ca = ca
-        self.cert = cert
-        self.key = key
+        self.user: str | None = user
+        self.password: str | None = password
+        self.ca: str | None = ca
+        self.cert: str | None = cert
+        self.key: str | None = key
 
     @property
     def tls(self) -> bool:
@@ -191,8 +191,8 @@ class Call:
     __slots__ = ("ambiguous", "deadline")
 
     def __init__(self, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout
-        self.ambiguous = False
+        self.deadline: float = time.monotonic() + timeout
+        self.ambiguous: bool = False
 
     @property
     def remaining(self) -> float:
@@ -215,9 +215,9 @@ class Link:
     __slots__ = ("answered", "channel", "endpoint", "methods", "watch")
 
     def __init__(self, endpoint: str, channel: Any, rpc: Any) -> None:
-        self.endpoint = endpoint
-        self.channel = channel
-        self.answered = False
+        self.endpoint: str = endpoint
+        self.channel: Any = channel
+        self.answered: bool = False
         self.methods: dict[str, Callable[..., Any]] = {
             name: channel.unary_unary(
                 "/etcdserverpb." + path,
@@ -299,7 +299,7 @@ class Connection:
         self.endpoints = endpoints
         self.credentials = credentials
         self.factory = factory
-        self.client = client
+        self.client: Any = client
         self.rpc: Any = None
         self._runner = Runner()
         self._lock = threading.RLock()
