@@ -64,10 +64,10 @@ class Endpoint:
     __slots__ = ("host", "netloc", "port", "secure")
 
     def __init__(self, host: str, port: int, secure: bool) -> None:
-        self.host: str = host
-        self.port: int = port
-        self.secure: bool = secure
-        self.netloc: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.host = host
+        self.port = port
+        self.secure = secure
+        self.netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def __repr__(self) -> str:
         return f"{'https' if self.secure else 'http'}://{self.netloc}"
@@ -171,11 +171,11 @@ class Credentials:
                     argument=name,
                     value=path,
                 )
-        self.user: str | None = user
-        self.password: str | None = password
-        self.ca: str | None = ca
-        self.cert: str | None = cert
-        self.key: str | None = key
+        self.user = user
+        self.password = password
+        self.ca = ca
+        self.cert = cert
+        self.key = key
 
     @property
     def tls(self) -> bool:
@@ -191,8 +191,8 @@ class Call:
     __slots__ = ("ambiguous", "deadline")
 
     def __init__(self, timeout: float) -> None:
-        self.deadline: float = time.monotonic() + timeout
-        self.ambiguous: bool = False
+        self.deadline = time.monotonic() + timeout
+        self.ambiguous = False
 
     @property
     def remaining(self) -> float:
@@ -215,9 +215,9 @@ class Link:
     __slots__ = ("answered", "channel", "endpoint", "methods", "watch")
 
     def __init__(self, endpoint: str, channel: Any, rpc: Any) -> None:
-        self.endpoint: str = endpoint
-        self.channel: Any = channel
-        self.answered: bool = False
+        self.endpoint = endpoint
+        self.channel = channel
+        self.answered = False
         self.methods: dict[str, Callable[..., Any]] = {
             name: channel.unary_unary(
                 "/etcdserverpb." + path,
@@ -299,7 +299,7 @@ class Connection:
         self.endpoints = endpoints
         self.credentials = credentials
         self.factory = factory
-        self.client: Any = client
+        self.client = client
         self.rpc: Any = None
         self._runner = Runner()
         self._lock = threading.RLock()
@@ -487,7 +487,10 @@ class Connection:
                     limit,
                 )
             except Late:
-                error = _silent(link, "the call did not end at its deadline")
+                error = RegistryTimeout(
+                    f"etcd at {link.endpoint} still had an interrupted call to answer; try again",
+                    endpoint=link.endpoint,
+                )
             except self._rpc_error as exc:
                 error = translate(exc, link)
                 error.__cause__ = exc
@@ -526,7 +529,7 @@ class Connection:
                 max(0.0, call.remaining),
             )
         except Late:
-            raise _silent(link, "the call did not end at its deadline") from None
+            raise self._late(link) from None
         except self._rpc_error as exc:
             raise translate(exc, link) from exc
 
@@ -581,23 +584,6 @@ _LOGIN_EXPIRED = ("invalid auth token", "revision of auth store is old")
 _NOT_LET_IN = ("authentication failed", "permission denied", "user name is empty", "not permitted")
 
 
-def _silent(link: Link, words: str) -> RegistryError:
-    """Time ran out: somebody is slow there, or nobody ever was there."""
-    where = link.endpoint
-    if not link.answered:
-        return RegistryUnavailable(
-            f"etcd at {where} never answered within the time allowed ({words}); see that it "
-            "runs and that nothing drops the packets",
-            endpoint=where,
-            outcome="unknown",
-        )
-    return RegistryTimeout(
-        f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
-        "after its disk and its leader",
-        endpoint=where,
-    )
-
-
 def translate(exc: Any, link: Link) -> RegistryError:
     """The nearest error of ours for a ``grpc.RpcError``."""
     code = exc.code().name
@@ -612,7 +598,18 @@ def translate(exc: Any, link: Link) -> RegistryError:
             outcome="unknown" if sent else "not-applied",
         )
     if code == "DEADLINE_EXCEEDED":
-        return _silent(link, words)
+        if not link.answered:
+            return RegistryUnavailable(
+                f"etcd at {where} never answered within the time allowed ({words}); see that it "
+                "runs and that nothing drops the packets",
+                endpoint=where,
+                outcome="unknown",
+            )
+        return RegistryTimeout(
+            f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
+            "after its disk and its leader",
+            endpoint=where,
+        )
     if code == "UNAUTHENTICATED" or any(text in words for text in _LOGIN_EXPIRED):
         return RegistryDenied(
             f"etcd at {where} does not take the login any more ({words}); give user= and "

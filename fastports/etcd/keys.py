@@ -119,10 +119,10 @@ class Identity:
     __slots__ = ("address", "boot", "hostname", "pid_namespace")
 
     def __init__(self, advertise: str | None) -> None:
-        self.hostname: str = os.uname().nodename
-        self.address: str | None = advertise
-        self.boot: str = boot_id()
-        self.pid_namespace: int = pid_namespace()
+        self.hostname = os.uname().nodename
+        self.address = advertise
+        self.boot = boot_id()
+        self.pid_namespace = pid_namespace()
 
 
 class Record:
@@ -146,18 +146,18 @@ class Record:
 
     def __init__(
         self, block: Recordable, namespace: str, host_id: str, identity: Identity,
-        reference: Callable[[], Any],
+        reference: Callable[[], Any], further: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.block = reference
-        self.token: str = block.owner.token
-        self.first: int = block.first
-        self.last: int = block.last
-        self.protocol: str = block.protocol
-        self.host_id: str = host_id
-        self.state: str = "claiming"
-        self.lease: int = 0
-        self.rival: bytes = b""
-        whole, short = encode(block, identity)
+        self.token = block.owner.token
+        self.first = block.first
+        self.last = block.last
+        self.protocol = block.protocol
+        self.host_id = host_id
+        self.state = "claiming"
+        self.lease = 0
+        self.rival = b""
+        whole, short = encode(block, identity, further or {})
         spaces = SPACES[block.protocol]
         size = block.last - block.first + 1
         self.parts: list[tuple[bytes, int, int, bytes]] = []
@@ -176,8 +176,13 @@ class Record:
                 yield start + b"%05d" % port, value
 
 
-def encode(block: Recordable, identity: Identity) -> tuple[bytes, bytes]:
-    """The value of a block, and the short form for further keys of a very large one."""
+def encode(
+    block: Recordable, identity: Identity, further: Mapping[str, object]
+) -> tuple[bytes, bytes]:
+    """The value of a block, and the short form for further keys of a very large one.
+
+    ``further`` fields take no place of ours but that of ``reserved_at``.
+    """
     now = time.time()
     moment = time.gmtime(now)
     short: dict[str, object] = {
@@ -188,6 +193,7 @@ def encode(block: Recordable, identity: Identity) -> tuple[bytes, bytes]:
         "protocol": block.protocol,
     }
     whole = {
+        **further,
         **short,
         "host": block.host,
         "pid": block.owner.pid,
@@ -196,8 +202,8 @@ def encode(block: Recordable, identity: Identity) -> tuple[bytes, bytes]:
         "address": identity.address or block.host or identity.hostname,
         "label": block.label,
         "metadata": dict(block.metadata),
-        "reserved_at": time.strftime("%Y-%m-%dT%H:%M:%S", moment)
-        + f".{int(now % 1 * 1e6):06d}+00:00",
+        "reserved_at": further.get("reserved_at")
+        or time.strftime("%Y-%m-%dT%H:%M:%S", moment) + f".{int(now % 1 * 1e6):06d}+00:00",
         "boot_id": identity.boot,
         "pid_namespace": identity.pid_namespace,
     }

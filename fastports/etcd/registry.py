@@ -17,7 +17,7 @@ __all__ = ["EtcdRegistry"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Any
 
     from ..errors import LeaseLost
@@ -131,7 +131,7 @@ class EtcdRegistry:
             host_id = environ("FASTPORTS_ETCD_HOST_ID")
         if advertise is None:
             advertise = environ("FASTPORTS_ETCD_ADVERTISE")
-        self.namespace: str = check_word("namespace", namespace)
+        self.namespace = check_word("namespace", namespace)
         if namespace == "*":
             raise InvalidRequest(
                 "'*' stands for all namespaces where one looks; name one to record in",
@@ -158,7 +158,7 @@ class EtcdRegistry:
         self._host_id = None if host_id is None else check_word("host_id", host_id)
         self.ttl = ttl
         self.timeout = timeout
-        self.retry: Retry = Retry() if retry is None else retry
+        self.retry = Retry() if retry is None else retry
         self.on_lost = on_lost
         self.on_restored = on_restored
         self._credentials = credentials
@@ -244,12 +244,23 @@ class EtcdRegistry:
         assert self._identity is not None
         host_id = self.host_id
         records = [
-            Record(block, self.namespace, host_id, self._identity, _reference(block))
+            Record(
+                block,
+                self.namespace,
+                host_id,
+                self._identity,
+                _reference(block),
+                self._further(block),
+            )
             for block in blocks
         ]
         if not records:
             return ()
         return self._claim(session, records, search, call)
+
+    def _further(self, block: Recordable) -> Mapping[str, object]:
+        """Fields that a block's value has beside ours; for registries that write another's, too."""
+        return {}
 
     def _claim(
         self, session: Session, records: list[Record], search: tuple[int, int], call: Call
