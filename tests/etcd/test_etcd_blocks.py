@@ -210,11 +210,11 @@ def test_a_stopped_launcher_learns_at_once_that_its_record_is_gone(
         etcd_server.ctl("put", f"v1/{namespace}/ports/10.0.0.1/{first:05d}", '{"label": "rival"}')
         os.kill(child.pid, signal.SIGCONT)
         assert ask().split()[0] in ("degraded", "contested")
-        report = wait_for(lambda: (line := ask()).startswith("contested") and line)
-        assert "rival" in report
+        # the state is there first, the callback a moment later, on a thread of its own
+        report = wait_for(lambda: "rival" in (line := ask()) and line)
+        assert report.startswith("contested")
         assert ports_of(etcd_server, namespace) == [first, first + 1]
         etcd_server.ctl("del", f"v1/{namespace}/ports/10.0.0.1/{first:05d}")
-        # the state is there first, the callback a moment later, on a thread of its own
         report = wait_for(lambda: (line := ask()).rstrip().endswith("'restored']") and line)
         assert report.startswith("held")
     finally:
