@@ -214,6 +214,20 @@ class Etcd:
         self.kill()
         return self.start()
 
+    def stop(self) -> None:
+        """As a service manager would: what it acknowledged is on its disk afterwards."""
+        assert self.process is not None
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        finally:
+            self.kill()
+
+    @property
+    def version(self) -> str:
+        text = subprocess.check_output([self.program, "--version"], text=True)
+        return text.partition("etcd Version: ")[2].split()[0]
+
     def close(self) -> None:
         self.kill()
         for hold in self.holds:
