@@ -25,11 +25,7 @@ runtime of a Dynamo that allocates no ports any more: then one runtime of the pr
 its settings from the environment.
 
 The race that remains depends on how ports are kept for programs that are told nothing but the
-number; see ``handoff``.
-
-References
-----------
-The interface: https://github.com/ai-dynamo/dynamo/pull/3125, releases 0.5.1 to 0.7.1.
+number; see ``handoff``. The interface came with https://github.com/ai-dynamo/dynamo/pull/3125.
 """
 
 from __future__ import annotations
