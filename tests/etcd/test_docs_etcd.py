@@ -151,10 +151,10 @@ def test_the_figures_for_sizing_are_those_of_real_records() -> None:
                 )
             pair = server.ctl("get", "--prefix", "v1/", "--limit=1").encode().split(b"\n")
             # etcd commits, and counts, a moment later
-            wait_for(lambda: 0.6 < 2 * (size_of(server) - before) / (fleet * 1e6))
+            wait_for(lambda: 2 * (size_of(server) - before) / (fleet * 1e6) > 0.6)
             grown = size_of(server) - before
             registry.release(blocks)
-            wait_for(lambda: 0.6 < 60 * 2 * (size_of(server) - before) / (churn * 1e6))
+            wait_for(lambda: 60 * 2 * (size_of(server) - before) / (churn * 1e6) > 0.6)
             churned = size_of(server) - before
     assert abs(len(pair[0]) - key_size) <= 2
     assert abs(len(pair[1]) - longer - value_size) <= 20
