@@ -623,13 +623,13 @@ def translate(exc: Any, link: Link) -> RegistryError:
             "v1/",
             endpoint=where,
         )
+    if "too many requests" in words:  # of code UNKNOWN, which tells nothing
+        return RegistryError(
+            f"etcd at {where} is overloaded ({words}); try again later",
+            endpoint=where,
+            retryable=True,
+        )
     if code == "RESOURCE_EXHAUSTED":
-        if "too many requests" in words:
-            return RegistryError(
-                f"etcd at {where} is overloaded ({words}); try again later",
-                endpoint=where,
-                retryable=True,
-            )
         return RegistryError(
             f"etcd at {where} has no room ({words}); compact and defragment it, then disarm the "
             "alarm, or ask for less in one request",

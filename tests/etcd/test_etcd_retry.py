@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
+import etcd3
+import grpc
 import pytest
 
 import fastports
@@ -147,24 +150,67 @@ def test_a_full_disk_quota_is_told_and_passes(namespace: str) -> None:
         assert not registry.claim([block(22000)], search=SEARCH, timeout=10)
 
 
-def test_too_many_requests_are_an_error_that_may_be_tried_again() -> None:
-    # etcd says so when 5000 entries wait to be applied, which no test can bring about at will on a
-    # small machine; so only the reading of its words (api/v3rpc/rpctypes/error.go) is tested.
-    import grpc
-
-    from fastports.etcd.connection import Link, translate
-
-    class Words(grpc.RpcError):  # type: ignore[misc]
-        def code(self) -> Any:
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-
-        def details(self) -> str:
-            return "etcdserver: too many requests"
-
-    link = Link.__new__(Link)
-    link.endpoint, link.answered = "e:2379", True
-    error = translate(Words(), link)
-    assert error.retryable and error.outcome == "not-applied" and "too many" in str(error)
+def test_too_many_requests_are_told_and_waited_for(own_etcd: Etcd, namespace: str) -> None:
+    """etcd takes no more when 5,000 requests are agreed upon and wait to be applied."""
+    rpc = etcd3.etcdrpc
+    with (
+        EtcdRegistry(own_etcd.endpoint, namespace=namespace, ttl=600, retry=Retry(1)) as impatient,
+        EtcdRegistry(own_etcd.endpoint, namespace=namespace, ttl=600, retry=PATIENT) as patient,
+        grpc.insecure_channel(own_etcd.endpoint) as channel,
+    ):
+        for number, registry in enumerate((impatient, patient)):
+            assert not registry.claim([block(30000 + number)], search=SEARCH, timeout=20)
+        stub = rpc.KVStub(channel)
+        put = rpc.PutRequest(key=b"filler")
+        for start in range(0, 5000, 100):
+            stub.Txn(
+                rpc.TxnRequest(
+                    success=[
+                        rpc.RequestOp(
+                            request_put=rpc.PutRequest(key=b"sorted/%05d" % (start + number))
+                        )
+                        for number in range(100)
+                    ]
+                ),
+                timeout=20,
+            )
+        # Sorting takes its time, and everybody else waits for whoever writes in the same breath.
+        by_value = rpc.RangeRequest(
+            key=b"sorted/", range_end=b"sorted0", limit=1,
+            sort_order=rpc.RangeRequest.DESCEND, sort_target=rpc.RangeRequest.VALUE,
+        )  # fmt: skip
+        begin = time.monotonic()
+        for _ in range(5):
+            stub.Range(by_value, timeout=20)
+        often = min(64, max(1, round(8 / 64 / ((time.monotonic() - begin) / 5))))
+        many = rpc.TxnRequest(success=[rpc.RequestOp(request_range=by_value)] * often)
+        slow = rpc.TxnRequest(
+            success=[
+                rpc.RequestOp(request_put=put),
+                *[rpc.RequestOp(request_txn=many)] * 63,
+            ]
+        )
+        waiting: list[Any] = []
+        refused = False
+        for number in range(24_000):
+            if number % 8000 == 0:
+                waiting.append(stub.Txn.future(slow, timeout=60))
+            waiting.append(stub.Put.future(put, timeout=60))
+            if number >= 5000 and number % 100 == 0:
+                refused = any(
+                    each.done() and "too many requests" in str(each.exception())
+                    for each in waiting[-500:]
+                )
+            if refused:
+                break
+        assert refused
+        with pytest.raises(RegistryError, match="too many requests") as caught:
+            impatient.claim([block(20000)], search=SEARCH, timeout=20)
+        assert caught.value.retryable and caught.value.outcome == "not-applied"
+        assert not patient.claim([block(21000)], search=SEARCH, timeout=60)
+        for each in waiting:
+            each.cancel()
+        assert len(own_etcd.keys(f"v1/{namespace}/")) == 3
 
 
 def test_a_request_that_is_too_large_is_not_sent_twice(namespace: str) -> None:
