@@ -207,6 +207,13 @@ class Allocator:
         include_reserved: bool = False,
     ) -> None:
         self._range = None if range is None else PortRange(range)
+        if registry is not None and not hasattr(registry, "claim"):
+            raise InvalidRequest(
+                f"registry must be a fastports.etcd.EtcdRegistry or the like, not {registry!r}."
+                " Leave it out to record nothing beyond this host.",
+                argument="registry",
+                value=registry,
+            )
         self._registry = registry
         self._host = host
         self._address = check_address(host)

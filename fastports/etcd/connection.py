@@ -9,6 +9,7 @@ in again, waits for ever without a timeout, and lets part of the errors through 
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 
@@ -127,7 +128,9 @@ def _parse_endpoint(word: str, tls: bool) -> Endpoint:
         port = port if colon else "2379"
     if not host:
         raise _bad_endpoint(word, "the host is missing")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if len(host) > 253 or not _encodable(host):  # RFC 1035, without the dot at the end
+        raise _bad_endpoint(word[:300], "that is no host's name")
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536):
         raise _bad_endpoint(word, "the port must be from 1 to 65535")
     return Endpoint(host, int(port), secure)
 
@@ -139,6 +142,33 @@ def _check_v6(word: str, host: str) -> None:
         inet_pton(AF_INET6, host.partition("%")[0])
     except (OSError, ValueError) as exc:
         raise _bad_endpoint(word, "that is no IPv6 address") from exc
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _why_no_pem(path: str) -> str:
+    """Why a file cannot be one of PEM; empty if it can. A pipe is not looked into."""
+    try:
+        kind = os.stat(path).st_mode
+        if stat.S_ISDIR(kind):
+            return "it is a directory"
+        if not os.access(path, os.R_OK):
+            return "it cannot be read"
+        if stat.S_ISREG(kind):
+            with open(path, "rb") as file:
+                if b"-----BEGIN " not in file.read(1 << 20):
+                    return "nothing of PEM is in it"
+    except OSError as exc:
+        return exc.strerror or "it cannot be read"
+    except ValueError:  # a null byte
+        return "that is no path"
+    return ""
 
 
 class Credentials:
@@ -164,10 +194,15 @@ class Credentials:
             raise InvalidRequest(
                 f"cert and key belong together; give {missing}=, too", argument=missing
             )
+        for name, word in (("user", user), ("password", password)):
+            if word is not None and not (isinstance(word, str) and _encodable(word)):
+                raise InvalidRequest(f"{name} is text that UTF-8 can write", argument=name)
         for name, path in (("ca", ca), ("cert", cert), ("key", key)):
-            if path is not None and not os.access(path, os.R_OK):
+            why = "" if path is None else _why_no_pem(path)
+            if why:
                 raise InvalidRequest(
-                    f"the file {path!r} cannot be read; give {name}= the path of a PEM file",
+                    f"the file {path!r} cannot be used ({why}); give {name}= the path of a PEM"
+                    " file",
                     argument=name,
                     value=path,
                 )

@@ -55,6 +55,14 @@ def check_word(argument: str, value: object, longest: int = 200) -> str:
     return value
 
 
+def check_seconds(argument: str, value: object) -> float:
+    if type(value) in (int, float) and 0 < value < float("inf"):  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise InvalidRequest(
+        f"{argument} is a positive number of seconds, not {value!r}", argument=argument, value=value
+    )
+
+
 def prefix(namespace: str, space: str, host_id: str) -> bytes:
     return f"v1/{namespace}/{space}/{host_id}/".encode()
 
@@ -291,7 +299,7 @@ class EntryReader:
             first + size - 1,
             protocol=protocol,
             host=host if isinstance(host, str) else None,
-            pid=pid if type(pid) is int else 0,
+            pid=pid if type(pid) is int and 0 < pid < 1 << 22 else 0,  # PID_MAX_LIMIT
             start=start if type(start) is int else 0,
             label=label if isinstance(label, str) else "",
             age=self._age(get("reserved_at")),

@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, RegistryError, RegistryTimeout
 from ..retry import Retry
 from . import txn
 from .connection import Call, Connection, Credentials, parse_endpoints
-from .keys import Identity, Record, check_word, key, network_identity
+from .keys import Identity, Record, check_seconds, check_word, key, network_identity
 from .session import Session
 
 __all__ = ["EtcdRegistry"]
@@ -144,10 +144,6 @@ class EtcdRegistry:
                 argument="ttl",
                 value=ttl,
             )
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-            raise InvalidRequest(
-                "timeout is a positive number of seconds", argument="timeout", value=timeout
-            )
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidRequest(
                 "retry is a fastports.retry.Retry, or None", argument="retry", value=retry
@@ -157,7 +153,7 @@ class EtcdRegistry:
                 raise InvalidRequest(f"{name} must be callable", argument=name, value=hook)
         self._host_id = None if host_id is None else check_word("host_id", host_id)
         self.ttl = ttl
-        self.timeout = timeout
+        self.timeout = check_seconds("timeout", timeout)
         self.retry = Retry() if retry is None else retry
         self.on_lost = on_lost
         self.on_restored = on_restored

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from ..errors import InvalidRequest, RegistryDenied, RegistryError
+from ..errors import RegistryDenied, RegistryError
 from .connection import Call
-from .keys import EntryReader, decode
+from .keys import EntryReader, check_seconds, decode
 from .watch import Scope, pages
 
 TYPE_CHECKING = False
@@ -82,13 +82,9 @@ def gc(
     list of Remainder
         In the order of the keys.
     """
-    if older_than is not None and not older_than >= 0:
-        raise InvalidRequest(
-            "older_than is a number of seconds, not negative",
-            argument="older_than",
-            value=older_than,
-        )
-    seconds = registry.timeout if timeout is None else timeout
+    if older_than is not None and older_than != 0:
+        check_seconds("older_than", older_than)
+    seconds = registry.timeout if timeout is None else check_seconds("timeout", timeout)
     found = list(_remainders(registry, older_than, seconds))
     if dry_run:
         return found
@@ -199,6 +195,7 @@ def diagnose(registry: EtcdRegistry, *, timeout: float = 3.0) -> Iterator[Findin
     timeout
         Seconds for each step.
     """
+    check_seconds("timeout", timeout)
     try:
         connection = registry._here().connection
         connection.open(Call(timeout))

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import RegistryDenied, RegistryError, RegistryUnavailable
 from .connection import Call, translate
-from .keys import EntryReader, after, decode, key, port_of, prefix
+from .keys import EntryReader, after, check_seconds, decode, key, port_of, prefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Listing:
         self.revision = 0
         self._registry = registry
         self._scope = Scope(namespace, host, first, last)
-        self._timeout = registry.timeout if timeout is None else timeout
+        self._timeout = registry.timeout if timeout is None else check_seconds("timeout", timeout)
         self._entries = self._read()
 
     def __iter__(self) -> Listing:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import etcd3
 import grpc
 import pytest
 
-from fastports import Allocator
+from fastports import Allocator, aio
 from fastports.errors import (
     InvalidRequest,
     RegistryDenied,
@@ -92,7 +94,8 @@ def test_endpoints_are_read_as_they_are_written(given: Any, expected: list[str])
     [
         "", ",", [], "a:0", "a:65536", "a:x", ":2379", "ftp://a:1", "http://a:1/path",
         "http://u:p@a:1", "a b:1", "a:1\n", "[fd00::1", "[nonsense]:1", "1:2:3", "http://", "a:-1",
-        "a:\u0661", [5], "a:1,,b:2", "unix:///run/etcd",
+        "a:\u0661", [5], "a:1,,b:2", "unix:///run/etcd", "a:" + "9" * 5000, "a" * 254, "a\ud800:1",
+        "HTTP://a:1", "etcd://a:1", "a:1;b:2", b"a:1",
     ],
 )  # fmt: skip
 def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> None:
@@ -101,6 +104,59 @@ def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> No
     with pytest.raises(InvalidRequest) as caught:
         EtcdRegistry(given, namespace="n")
     assert caught.value.argument == "endpoints"
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, Callable[[], int]]]:
+    """An endpoint, and how many connections came to it so far."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        came = 0
+
+        def connections() -> int:
+            nonlocal came
+            with suppress(BlockingIOError):
+                while True:
+                    server.accept()[0].close()
+                    came += 1
+            return came
+
+        yield f"127.0.0.1:{server.getsockname()[1]}", connections
+
+
+def test_an_endpoint_is_not_connected_to_before_the_first_claim() -> None:
+    """And the count that the tests below lean on counts."""
+    with listening() as (endpoint, connections):
+        with EtcdRegistry(endpoint, timeout=0.5) as registry:
+            assert connections() == 0
+            with pytest.raises(RegistryError):
+                registry.claim([block(20000)], search=SEARCH, timeout=0.5)
+        assert connections() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "argument"),
+    [
+        ("ENDPOINTS", "ftp://etcd:2379", "endpoints"),
+        ("NAMESPACE", "a/b", "namespace"),
+        ("NAMESPACE", "a\tb", "namespace"),
+        ("HOST_ID", "a/b", "host_id"),
+        ("ADVERTISE", "a\x1bb", "advertise"),
+        ("USER", "u", "password"),
+        ("CA", "/nonexistent.pem", "ca"),
+        ("CERT", "/nonexistent.pem", "key"),
+    ],
+)
+def test_bad_settings_of_the_environment_are_refused_like_arguments(
+    name: str, value: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("ENDPOINTS", "NAMESPACE", "HOST_ID", "ADVERTISE", "USER", "CA", "CERT"):
+        monkeypatch.delenv(f"FASTPORTS_ETCD_{each}", raising=False)
+    monkeypatch.setenv("FASTPORTS_ETCD_ENDPOINTS", "etcd:2379")
+    monkeypatch.setenv(f"FASTPORTS_ETCD_{name}", value)
+    with pytest.raises(InvalidRequest) as caught:
+        EtcdRegistry()
+    assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize(
@@ -127,7 +183,15 @@ def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> No
         ({"timeout": "5"}, "timeout"),
         ({"timeout": None}, "timeout"),
         ({"retry": 3}, "retry"),
+        ({"timeout": True}, "timeout"),
+        ({"timeout": float("inf")}, "timeout"),
         ({"user": "u"}, "password"),
+        ({"user": 5, "password": "p"}, "user"),
+        ({"user": "u", "password": "\ud800"}, "password"),
+        ({"ca": "/"}, "ca"),
+        ({"ca": __file__}, "ca"),
+        ({"ca": "a\0b"}, "ca"),
+        ({"cert": "/", "key": "/"}, "cert"),
         ({"password": "p"}, "user"),
         ({"ca": "/nonexistent.pem"}, "ca"),
         ({"cert": "/nonexistent.pem", "key": "/nonexistent.key"}, "cert"),
@@ -139,9 +203,11 @@ def test_malformed_endpoints_are_refused_before_any_connection(given: Any) -> No
 def test_bad_arguments_are_refused_before_any_connection(
     options: dict[str, Any], argument: str
 ) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        EtcdRegistry("127.0.0.1:1", **options)
-    assert caught.value.argument == argument
+    with listening() as (endpoint, connections):
+        with pytest.raises(InvalidRequest) as caught:
+            EtcdRegistry(endpoint, **options)
+        assert caught.value.argument == argument
+        assert connections() == 0
 
 
 @pytest.mark.parametrize(
@@ -150,15 +216,27 @@ def test_bad_arguments_are_refused_before_any_connection(
 def test_metadata_that_cannot_be_recorded_is_refused_before_any_connection(
     metadata: dict[str, object],
 ) -> None:
-    with EtcdRegistry("127.0.0.1:1") as registry, pytest.raises(InvalidRequest) as caught:
-        registry.claim([block(20000, metadata=metadata)], search=SEARCH, timeout=1)
-    assert caught.value.argument == "metadata"
+    with listening() as (endpoint, connections), EtcdRegistry(endpoint) as registry:
+        with pytest.raises(InvalidRequest) as caught:
+            registry.claim([block(20000, metadata=metadata)], search=SEARCH, timeout=1)
+        assert caught.value.argument == "metadata"
+        assert connections() == 0
 
 
 def test_an_allocator_lets_go_of_ports_whose_metadata_cannot_be_recorded() -> None:
-    with EtcdRegistry("127.0.0.1:1") as registry, pytest.raises(InvalidRequest) as caught:
-        Allocator(registry=registry).allocate(2, metadata={"x": "y" * 70000})
-    assert caught.value.argument == "metadata"
+    with listening() as (endpoint, connections), EtcdRegistry(endpoint) as registry:
+        with pytest.raises(InvalidRequest) as caught:
+            Allocator(registry=registry).allocate(2, metadata={"x": "y" * 70000})
+        assert caught.value.argument == "metadata"
+        assert connections() == 0
+
+
+@pytest.mark.parametrize("registry", [5, "etcd:2379", True, object()])
+def test_an_allocator_refuses_a_registry_that_is_none(registry: Any) -> None:
+    for make in (Allocator, aio.Allocator):
+        with pytest.raises(InvalidRequest) as caught:
+            make(registry=registry)
+        assert caught.value.argument == "registry"
 
 
 def test_a_thing_that_is_no_client_is_refused() -> None:
@@ -180,8 +258,6 @@ def test_settings_come_from_the_environment(
 
 
 def test_the_first_endpoint_that_answers_is_used(etcd_server: Etcd, namespace: str) -> None:
-    import socket
-
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"127.0.0.1:{nobody.getsockname()[1]}"

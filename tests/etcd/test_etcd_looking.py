@@ -61,6 +61,15 @@ def test_an_entry_tells_what_its_owner_recorded(three: list[EtcdRegistry], names
     assert entry.extra["hostname"] == os.uname().nodename
 
 
+@pytest.mark.parametrize("word", ["", "a/b", "a\nb", "a\x00b", 5, "x" * 201, "\ud800"])
+def test_a_namespace_or_host_that_is_none_is_refused(registry: EtcdRegistry, word: Any) -> None:
+    for argument in ("namespace", "host"):
+        for look in (registry.entries, registry.watch):
+            with pytest.raises(InvalidRequest) as caught:
+                look(**{argument: word})
+            assert caught.value.argument == argument
+
+
 @pytest.mark.parametrize("ports", ["x", (5, 1), (0, 5), 7, range(1, 9, 2), "1-70000"])
 def test_a_malformed_range_is_refused(registry: EtcdRegistry, ports: Any) -> None:
     with pytest.raises(InvalidRequest):
@@ -89,7 +98,7 @@ def test_what_strangers_wrote_is_counted_and_not_listed(
     rpc = session.connection.rpc
     strange = {
         f"{place}/20010": b"plain words",
-        f"{place}/20011": b"x" * 1_000_000,
+        f"{place}/20011": b"x" * (1 << 20),
         f"{place}/20012": b"\xff\x00\xfe",
         f"{place}/20013": b'{"v":1,"first":30000,"size":2,"protocol":"tcp","token":"t"}',
         f"{place}/20014": b"[1, 2]",
@@ -97,11 +106,15 @@ def test_what_strangers_wrote_is_counted_and_not_listed(
         f"{place}/20016": b'{"v":1,"first":20016,"size":1,"protocol":["tcp"]}',
         f"{place}/20017": b"[" * 30_000,
         f"{place}/99999": b"{}",
+        f"{place}/020014": b"{}",
         f"{place}/2001x": b"{}",
+        f"{place}/20014\udcff": b"{}",
         f"v1/{namespace}/ports/20018": b"{}",
+        f"v1/{namespace}/ports//20018": b"{}",
+        f"v1/{namespace}/ports-udp/{registry.host_id}/20018": b'{"first":20018,"protocol":"tcp"}',
     }
     for name, value in strange.items():
-        request = rpc.PutRequest(key=name.encode(), value=value)
+        request = rpc.PutRequest(key=name.encode(errors="surrogateescape"), value=value)
         put = rpc.TxnRequest(success=[rpc.RequestOp(request_put=request)])
         session.ask("txn", put, Call(5))
     listing = registry.entries()
@@ -109,6 +122,17 @@ def test_what_strangers_wrote_is_counted_and_not_listed(
     assert listing.skipped == len(strange)
     taken = registry.claim([block(20010, 8)], search=SEARCH, timeout=5)
     assert set(taken) == {20000, 20001, *range(20010, 20018)}
+    assert registry.claim([block(20018, protocol="both")], search=SEARCH, timeout=5)
+    assert not registry.claim([block(20018)], search=SEARCH, timeout=5)
+
+
+def test_a_pid_that_is_none_is_not_shown(
+    registry: EtcdRegistry, etcd_server: Etcd, namespace: str
+) -> None:
+    for port, pid in ((21000, 10**30), (21001, -1), (21002, '"77"'), (21003, 77)):
+        place = f"v1/{namespace}/ports/{registry.host_id}/{port}"
+        etcd_server.ctl("put", place, text=f'{{"pid": {pid}, "start": 5}}')
+    assert [entry.pid for entry in registry.entries()] == [0, 0, 0, 77]
 
 
 def test_fields_nobody_knows_yet_and_the_ancestors_values_are_read(

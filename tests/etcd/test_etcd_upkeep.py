@@ -96,9 +96,18 @@ def test_gc_leaves_a_key_alone_that_somebody_wrote_meanwhile(
     assert 21001 in ports(etcd_server, namespace)
 
 
-def test_gc_refuses_a_negative_age(registry: EtcdRegistry) -> None:
-    with pytest.raises(InvalidRequest):
-        gc(registry, older_than=-1)
+@pytest.mark.parametrize("seconds", [-1, "x", float("nan"), float("inf"), True])
+def test_an_age_or_a_time_that_is_none_is_refused(seconds: Any) -> None:
+    with EtcdRegistry("127.0.0.1:1") as registry:
+        for argument, call in (
+            ("older_than", lambda: gc(registry, older_than=seconds)),
+            ("timeout", lambda: gc(registry, timeout=seconds)),
+            ("timeout", lambda: list(registry.diagnose(timeout=seconds))),
+            ("timeout", lambda: registry.entries(timeout=seconds)),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                call()
+            assert caught.value.argument == argument
 
 
 def report(registry: EtcdRegistry) -> dict[str, list[tuple[str, str]]]:
