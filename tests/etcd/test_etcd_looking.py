@@ -105,12 +105,12 @@ def test_what_strangers_wrote_is_counted_and_not_listed(
         f"{place}/20015": b'{"v":1,"first":20015,"size":"many"}',
         f"{place}/20016": b'{"v":1,"first":20016,"size":1,"protocol":["tcp"]}',
         f"{place}/20017": b"[" * 30_000,
-        f"{place}/99999": b"{}",
-        f"{place}/020014": b"{}",
-        f"{place}/2001x": b"{}",
-        f"{place}/20014\udcff": b"{}",
-        f"v1/{namespace}/ports/20018": b"{}",
-        f"v1/{namespace}/ports//20018": b"{}",
+        f"{place}/99999": b'{"v":1}',
+        f"{place}/020019": b'{"v":1}',
+        f"{place}/2001x": b'{"v":1}',
+        f"{place}/20014\udcff": b'{"v":1}',
+        f"v1/{namespace}/ports/20018": b'{"v":1}',
+        f"v1/{namespace}/ports//20018": b'{"v":1}',
         f"v1/{namespace}/ports-udp/{registry.host_id}/20018": b'{"first":20018,"protocol":"tcp"}',
     }
     for name, value in strange.items():
