@@ -305,7 +305,8 @@ def _rights(registry: EtcdRegistry, connection: Connection, timeout: float) -> I
     answer = connection.invoke(
         "range", rpc.RangeRequest(key=begin, range_end=begin + b"0", count_only=True), Call(timeout)
     )
-    what = f"the namespace {registry.namespace!r}, which has {answer.count or 'no'} key{'s' * (answer.count != 1)}"
+    keys = "1 key" if answer.count == 1 else f"{answer.count or 'no'} keys"
+    what = f"the namespace {registry.namespace!r}, which has {keys}"
     whom = f"user {user!r} may read" if user is not None else "etcd asks for no login to read"
     yield Finding(OK, "rights", f"{whom} {what}")
     if _ask_alarms(connection, timeout):
