@@ -319,6 +319,7 @@ cdef struct State:
     Child **children
     int n_children
     int room_children
+    bint cut            # service was ended for children that may live
     Held *held
     int n_held
     int room_held
@@ -1432,6 +1433,7 @@ cdef class Broker:
             close(st.children[i].listener)
             free(st.children[i])
         st.n_children = 0
+        st.cut = True
         if st.wake >= 0:
             close(st.wake)
         close_socket(st.netlink)
@@ -1551,6 +1553,27 @@ cdef class Broker:
             raise _os_error(error)
         return number
 
+    def left(self, child):
+        """Whether every process behind this child's filter has ended and was reaped.
+
+        Filters are inherited and cannot be taken off, so that nobody hides from this. False where
+        it is not known, as after `stop`.
+        """
+        cdef State *st = self.st
+        cdef int64_t number = child
+        cdef int i
+        cdef pollfd asked
+        pthread_mutex_lock(&st.lock)
+        cdef bint left = not st.cut  # if the serving thread has dropped it already
+        for i in range(st.n_children):
+            if st.children[i].id == number:
+                asked.fd = st.children[i].listener
+                asked.events = POLLIN
+                asked.revents = 0
+                left = poll(&asked, 1, 0) == 1 and asked.revents & POLLHUP
+        pthread_mutex_unlock(&st.lock)
+        return left
+
     def stop(self, child):
         """End the service of a child: what still runs of it gets ENOSYS from bind and listen. Idempotent."""
         cdef State *st = self.st
@@ -1561,6 +1584,7 @@ cdef class Broker:
             if st.children[i].id == number:
                 st.children[i].stopped = True
                 self._wake_up(st)
+                st.cut = True
         pthread_mutex_unlock(&st.lock)
 
     def close(self):
@@ -1568,6 +1592,7 @@ cdef class Broker:
         cdef State *st = self.st
         cdef int i
         pthread_mutex_lock(&st.lock)
+        st.cut = True
         for i in range(st.n_children):
             st.children[i].stopped = True
         self._wake_up(st)

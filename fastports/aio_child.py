@@ -42,14 +42,14 @@ class Child:
 
     def __init__(self, child: handoff.Child) -> None:
         self._child = child
-        self.pid = child.pid
-        self.args = child.args
-        self.block = child.block
-        self.mode = child.mode
-        self.ports = child.ports
-        self.stdin = None if child.stdin is None else Writer(child.stdin)
-        self.stdout = None if child.stdout is None else Reader(child.stdout)
-        self.stderr = None if child.stderr is None else Reader(child.stderr)
+        self.pid: int = child.pid
+        self.args: list[str] = child.args
+        self.block: PortBlock = child.block
+        self.mode: str = child.mode
+        self.ports: Sequence[int] = child.ports
+        self.stdin: Writer | None = None if child.stdin is None else Writer(child.stdin)
+        self.stdout: Reader | None = None if child.stdout is None else Reader(child.stdout)
+        self.stderr: Reader | None = None if child.stderr is None else Reader(child.stderr)
 
     @property
     def returncode(self) -> int | None:

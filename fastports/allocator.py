@@ -107,7 +107,7 @@ class Patience:
         self._cap: float = _WAIT_CAP if pacing is None else pacing.cap
         self._begin = time.monotonic()
         self._attempts = 0
-        self.deadline = self._begin + timeout
+        self.deadline: float = self._begin + timeout
 
     def after(self, refusal: PortsUnavailable) -> float:
         """Seconds to wait after this refusal; AllocationTimeout when there is no time left."""

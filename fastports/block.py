@@ -173,7 +173,7 @@ class PortBlock:
         metadata: Mapping[str, object] | None,
         process: tuple[int, int],
     ) -> None:
-        self._hold = hold
+        self._hold: Hold = hold
         self._markers: Hold | None = None
         self._metadata = metadata
         self._passed = False  # another process has the sockets too, or had: they may listen

@@ -123,7 +123,8 @@ class Broker(Mode):
             os.close(theirs)
         try:
             listener = _broker.receive(ours)
-            shared().serve(number, listener, fetch=self.fetch, exclusive=launch.exclusive)
+            broker = shared()
+            child = broker.serve(number, listener, fetch=self.fetch, exclusive=launch.exclusive)
             process.go()
         except OSError as exc:
             process.abort()
@@ -133,20 +134,32 @@ class Broker(Mode):
             raise
         finally:
             os.close(ours)
-        return process, self.handover(number)
+        return process, self.handover(broker, child, number)
 
-    def handover(self, number: int) -> Handover:
-        return Handover()
+    def handover(self, broker: _broker.Broker, child: int, block: int) -> Handover:
+        return _Served(broker, child)
 
 
-class _Following(Handover):
+class _Served(Handover):
+    """The broker knows whether any process with the child's filter is left."""
+
+    def __init__(self, broker: _broker.Broker, child: int) -> None:
+        self._broker = broker
+        self._child = child
+
+    def left(self) -> bool:
+        return self._broker.left(self._child)
+
+
+class _Following(_Served):
     """The door of the block follows the calls of the child."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, broker: _broker.Broker, child: int, block: int) -> None:
+        super().__init__(broker, child)
+        self._block = block
 
     def is_open(self) -> bool:
-        return shared().is_open(self._number)
+        return self._broker.is_open(self._block)
 
 
 class BindDoor(Broker):
@@ -159,5 +172,5 @@ class BindDoor(Broker):
     def why_not(self) -> str:
         return super().why_not() or facts()[0]
 
-    def handover(self, number: int) -> Handover:
-        return _Following(number)
+    def handover(self, broker: _broker.Broker, child: int, block: int) -> Handover:
+        return _Following(broker, child, block)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     class Told(Protocol):
         def listening(self) -> None: ...
         def is_open(self) -> bool: ...
+        def left(self) -> bool: ...
         def over(self) -> None: ...
 
 
@@ -157,16 +158,16 @@ class Child:
         self._hint = hint
         self._handover = handover
         self._started = started
-        self.owner = os.getpid()
-        self.pid = process.pid
+        self.owner: int = os.getpid()
+        self.pid: int = process.pid
         self.args = args
         self.block = block
         self.mode = mode
         self.ports = ports
         self.listened_after: float | None = None
-        self.stdin = _writer(pipes[0])
-        self.stdout = _reader(pipes[1])
-        self.stderr = _reader(pipes[2])
+        self.stdin: BufferedWriter | None = _writer(pipes[0])
+        self.stdout: BufferedReader | None = _reader(pipes[1])
+        self.stderr: BufferedReader | None = _reader(pipes[2])
         self._over = False
         _remember(self)
 
@@ -457,6 +458,7 @@ class Child:
 
     def _check_owners(self, watch: Watch) -> None:
         """Every listener has to be one of the family's."""
+        strangers: list[tuple[int, int]] = []
         for _ in range(5):  # a socket may be on its way from one process to another
             listeners = watch.listeners()
             owned = self._family.owned(socket for _, socket in listeners)
@@ -534,7 +536,7 @@ class Child:
             self._group_lives()
             or (self._family.scattered and self.returncode == 0)
             or (self._family.leash >= 0 and has_reader(self._family.leash))
-        )
+        ) and not (self._handover.left() or self._family.alone())
         if self._over or not expected or not self._family.members():
             _lingering.discard(self)
             self._drop_leash()  # dropped before, it would kill the rest of the group

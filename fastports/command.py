@@ -60,15 +60,15 @@ class Command:
                 value=argv,
             )
         fill = _Placeholders(block, descriptors)
-        self.argv = [fill(_bytes(item, "argv"), "argv") for item in _items(argv)]
+        self.argv: list[bytes] = [fill(_bytes(item, "argv"), "argv") for item in _items(argv)]
         if not self.argv or not self.argv[0]:
             raise InvalidRequest(
                 "argv names no program. Pass ['program', 'argument', ...].",
                 argument="argv",
                 value=argv,
             )
-        self.args = [os.fsdecode(item) for item in self.argv]
-        self.cwd = None if cwd is None else _bytes(cwd, "cwd")
+        self.args: list[str] = [os.fsdecode(item) for item in self.argv]
+        self.cwd: bytes | None = None if cwd is None else _bytes(cwd, "cwd")
         if env is None:
             variables = dict(os.environb)
         else:
@@ -82,10 +82,10 @@ class Command:
                         value=key,
                     )
                 variables[name] = fill(_bytes(value, "env"), "env")
-        self.named = fill.named()
-        self.programs = _candidates(self.argv[0], variables.get(b"PATH"))
+        self.named: list[int] = fill.named()
+        self.programs: list[bytes] = _candidates(self.argv[0], variables.get(b"PATH"))
         variables.update(extra)
-        self.env = [name + b"=" + value for name, value in variables.items()]
+        self.env: list[bytes] = [name + b"=" + value for name, value in variables.items()]
 
     def check_program(self) -> None:
         """Raise what exec would raise for a program that is missing or may not be executed.

@@ -48,7 +48,7 @@ class _Fixed:
             return NotImplemented
         return self.as_dict() == other.as_dict()
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: None = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
@@ -222,7 +222,7 @@ class _Names(dict[str, int]):
     def _no(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("a snapshot does not change")
 
-    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _no
+    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _no  # pyright: ignore[reportAssignmentType]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Names, (dict(self),)

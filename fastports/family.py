@@ -34,12 +34,12 @@ class Member:
     def __init__(self, pid: int, stat: bytes) -> None:
         # proc(5): pid (comm) state ppid pgrp session ... starttime is field 22; comm is any text
         fields = stat[stat.rindex(b")") + 2 :].split()
-        self.pid = pid
-        self.zombie = fields[0] in b"ZX"
-        self.parent = int(fields[1])
-        self.group = int(fields[2])
-        self.session = int(fields[3])
-        self.start = int(fields[19])
+        self.pid: int = pid
+        self.zombie: bool = fields[0] in b"ZX"
+        self.parent: int = int(fields[1])
+        self.group: int = int(fields[2])
+        self.session: int = int(fields[3])
+        self.start: int = int(fields[19])
 
     def signal(self, number: int) -> None:
         """Send a signal to this very process; nothing happens if it is gone or not ours."""
@@ -160,7 +160,16 @@ class Family:
         self._mark = b"\0" + TOKEN + b"=" + token + b"\0"
         self._adopted = adopts_orphans()
         leader = look_at(pid)
-        self.start = leader.start if leader is not None else 0
+        self.start: int = leader.start if leader is not None else 0
+
+    def alone(self) -> bool:
+        """Whether the child certainly has no descendant: no process was made since it was.
+
+        The last number that the kernel gave out, and that is the child's still: proc(5), loadavg.
+        Costs 10 us where a walk through /proc costs as much for each process of the machine.
+        """
+        load = _read("/proc/loadavg")
+        return load is not None and load.split()[-1] == b"%d" % self.pid
 
     def members(self) -> list[Member]:
         """Every living member that can be seen, the child first if it is there; no zombies.

@@ -95,19 +95,19 @@ class Change:
         restarts: int,
         reason: str,
     ) -> None:
-        self.replica = replica
-        self.state = state
-        self.label = label
-        self.name = name
-        self.ports = list(ports)
-        self.protocol = protocol
-        self.pid = pid
-        self.returncode = returncode
-        self.seconds = seconds
-        self.delay = delay
-        self.restarts = restarts
-        self.reason = reason
-        self.time = time.time()
+        self.replica: int = replica
+        self.state: str = state
+        self.label: str = label
+        self.name: str = name
+        self.ports: list[int] = list(ports)
+        self.protocol: str = protocol
+        self.pid: int | None = pid
+        self.returncode: int | None = returncode
+        self.seconds: float = seconds
+        self.delay: float | None = delay
+        self.restarts: int = restarts
+        self.reason: str = reason
+        self.time: float = time.time()
 
     def __repr__(self) -> str:
         return f"<Change {self}>"
@@ -203,13 +203,13 @@ class Plan:
         self.env = env
         self.restart = restart
         self.max_restarts = max_restarts
-        self.backoff = number(backoff, "backoff")
-        self.max_backoff = number(max_backoff, "max_backoff")
-        self.stable_after = number(stable_after, "stable_after")
+        self.backoff: float = number(backoff, "backoff")
+        self.max_backoff: float = number(max_backoff, "max_backoff")
+        self.stable_after: float = number(stable_after, "stable_after")
         self.wait = wait
-        self.timeout = None if timeout is None else number(timeout, "timeout")
-        self.grace = number(grace, "grace")
-        self.options = dict(options)
+        self.timeout: float | None = None if timeout is None else number(timeout, "timeout")
+        self.grace: float = number(grace, "grace")
+        self.options: dict[str, Any] = dict(options)
 
     def start(self, replica: Replica) -> Child:
         """Start the program once."""
@@ -529,7 +529,7 @@ class Fleet:
     def __init__(
         self, plan: Plan, blocks: Sequence[PortBlock], tell: Callable[[Change], None]
     ) -> None:
-        self.replicas = [
+        self.replicas: list[Replica] = [
             Replica(number, block, plan, tell, len(blocks) > 1)
             for number, block in enumerate(blocks)
         ]

@@ -171,12 +171,15 @@ class _Passed(Handover):
         self._block = block
 
     def listening(self) -> None:
-        if not (self._block.released or self._block.holds_closed):
-            self._block.close_door()
+        self._do(_settle)
 
     def over(self) -> None:
+        self._do(_hold_again)
+        self._do(_settle)
+
+    def _do(self, act: Callable[[Any], None]) -> None:
         if not (self._block.released or self._block.holds_closed):
-            _each(self._block, _hold_again)
+            _each(self._block, act)
 
 
 class _Descriptors(Mode):
@@ -225,6 +228,20 @@ def _listen(sock: Any) -> None:
 
     if sock.type == SOCK_STREAM:
         sock.listen(_BACKLOG)
+    _settle(sock)
+
+
+def _settle(sock: Any) -> None:
+    """SO_REUSEADDR on a passed socket that listens, and on no other.
+
+    A listening socket admits nobody, whatever its options. Its connections inherit the option, and
+    in TIME_WAIT those that lack it keep the port from everybody for a minute, once the block is
+    given back.
+    """
+    from _socket import SO_ACCEPTCONN, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET
+
+    listens = sock.type == SOCK_STREAM and sock.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)
+    sock.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1 if listens else 0)
 
 
 def _hold_again(sock: Any) -> None:
@@ -332,9 +349,9 @@ class ModeStatus:
     __slots__ = ("name", "why", "works")
 
     def __init__(self, name: str, why: str) -> None:
-        self.name = name
-        self.works = not why
-        self.why = why
+        self.name: str = name
+        self.works: bool = not why
+        self.why: str = why
 
     def __repr__(self) -> str:
         return f"<ModeStatus {self.name}: {'works' if self.works else self.why}>"
@@ -387,6 +404,7 @@ def _choose(
             )
         return mode
     missed = []
+    mode = _MODES[-1]
     for mode in _MODES:
         if not mode.in_auto:
             continue
@@ -812,6 +830,9 @@ class _Told(Handover):
     def is_open(self) -> bool:
         return self._handover is not None and self._handover.is_open()
 
+    def left(self) -> bool:
+        return self._handover is not None and self._handover.left()
+
     def over(self) -> None:
         handover, self._handover = self._handover, None
         if handover is not None:
@@ -825,6 +846,7 @@ def _name(block: PortBlock) -> bytes:
 
 
 def _kept(pass_fds: Iterable[int]) -> dict[int, int]:
+    kept: dict[int, int] = {}
     try:
         kept = {fd: fd for fd in pass_fds}
         good = all(isinstance(fd, int) and not isinstance(fd, bool) and fd > 2 for fd in kept)

@@ -50,10 +50,10 @@ class Event:
     __slots__ = ("facts", "level", "name", "time")
 
     def __init__(self, name: str, facts: Mapping[str, object]) -> None:
-        self.name = name
-        self.level = events.EVENTS[name][1]
-        self.time = time.time()
-        self.facts = facts
+        self.name: str = name
+        self.level: int = events.EVENTS[name][1]
+        self.time: float = time.time()
+        self.facts: Mapping[str, object] = facts
 
     @property
     def message(self) -> str:

@@ -109,7 +109,9 @@ class Watch:
     def __init__(self, block: PortBlock, ports: Sequence[int], *, passed: bool = False) -> None:
         self.block = block
         self.ports = ports
-        self.protocols = ("tcp", "udp") if block.protocol == "both" else (block.protocol,)
+        self.protocols: tuple[str, ...] = (
+            ("tcp", "udp") if block.protocol == "both" else (block.protocol,)
+        )
         self._missing = [(protocol, port) for port in ports for protocol in self.protocols]
         self._missing.reverse()  # popped from the end
         held = [] if block.holds_closed else block.filenos()

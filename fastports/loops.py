@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     class Loop(Protocol):
         async def turn(self) -> None:
             """Wait for a turn to keep the loop's thread for a while; few are given out at once."""
+            ...
 
         async def sleep(self, seconds: float) -> None: ...
 
         async def readable(self, fd: int, timeout: float | None = None) -> bool:
             """Wait until ``fd`` is readable, or at end of file; False after ``timeout`` seconds."""
+            ...
 
         async def writable(self, fd: int) -> None: ...
 
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
 
             When cancelled: the job's result has been undone when the cancellation goes on.
             """
+            ...
 
         async def search(self, job: Job) -> Any:
             """The same for a job that keeps the interpreter from others: few are at it at once."""
+            ...
 
         async def apart(self, job: Job, *, prompt: bool = False) -> Any:
             """Do a job that may wait for long in a thread that is none of the loop's workers.
@@ -46,9 +50,11 @@ if TYPE_CHECKING:
             done, whatever it takes, when the cancellation goes on. With ``prompt`` that goes on at
             once, and the thread undoes the result in its own time.
             """
+            ...
 
         async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
             """Let it come to its end before a cancellation goes on."""
+            ...
 
 
 __all__ = ["Job", "current"]
@@ -417,8 +423,8 @@ class _Anyio:
 
     async def shielded(self, coroutine: Coroutine[Any, Any, T]) -> T:
         with self._anyio.CancelScope(shield=True):
-            result = await coroutine
-        return result  # noqa: RET504 - a scope may swallow, for type checkers
+            return await coroutine
+        raise AssertionError("a scope that nobody cancels swallows nothing")
 
 
 _kept_by_runs: dict[str, Any] = {}

@@ -70,5 +70,9 @@ class Handover:
         """Whether others may get in still, after :meth:`listening`; for milliseconds only."""
         return False
 
+    def left(self) -> bool:
+        """Whether certainly neither the child nor any descendant runs any more."""
+        return False
+
     def over(self) -> None:
         """The child ended or was given up. Once."""

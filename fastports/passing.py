@@ -150,6 +150,7 @@ def receive(sock: socket, *, timeout: float | None = 30.0) -> PortBlock:
         ``sock`` is no connected UNIX socket.
     """
     line = _Line(sock, timeout, "receive")
+    block: PortBlock | None = None
     with _Arriving() as arriving:
         try:
             manifest, trouble = line.offer(arriving)
@@ -166,6 +167,7 @@ def receive(sock: socket, *, timeout: float | None = 30.0) -> PortBlock:
             raise
         if trouble is not None:
             raise trouble
+    assert block is not None
     try:
         line.send(_READY)
         try:
@@ -372,6 +374,7 @@ def _as_told(manifest: bytes, arriving: _Arriving, line: _Line) -> PortBlock:
     except (ValueError, LookupError, TypeError, RecursionError) as exc:
         raise line.foreign() from exc
     socks: list[socket] = []
+    own, here = None, False
     try:
         with socket(AF_UNIX, SOCK_DGRAM) as ours:  # the entry wants a descriptor, too
             own = _cookie(ours)

@@ -80,8 +80,8 @@ class PortServer:
     """
 
     def __init__(self, pools: Sequence[PortRange] = (), *, handoff: str = HANDOFFS[0]) -> None:
-        self.pools = tuple(pools)
-        self.handoff = check_handoff(handoff)
+        self.pools: tuple[PortRange, ...] = tuple(pools)
+        self.handoff: str = check_handoff(handoff)
         self._allocators = [Allocator(range=pool, include_reserved=True) for pool in pools]
         if not pools:
             self._allocators.append(Allocator())
@@ -589,7 +589,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import argparse  # 6 ms
 
     parser = argparse.ArgumentParser(
-        prog="fastports portserver", description=__doc__.split("\n")[0]
+        prog="fastports portserver", description=(__doc__ or "").split("\n")[0]
     )
     add_arguments(parser)
     return run(parser.parse_args(argv))

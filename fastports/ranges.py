@@ -46,11 +46,12 @@ def integer(value: object) -> int | None:
     if type(value) is int:
         return value
     # numpy's booleans are no bool, and before numpy 2.3 they have an __index__
-    if type(value).__name__ in ("bool", "bool_") or not hasattr(value, "__index__"):
+    index = getattr(value, "__index__", None)
+    if index is None or type(value).__name__ in ("bool", "bool_"):
         return None
     # through __index__, not isinstance: numpy's integers are no int
     try:
-        result = value.__index__()
+        result = index()
     except TypeError:  # numpy's arrays have the method, too
         return None
     return result if isinstance(result, int) else None
@@ -239,10 +240,12 @@ class Plan:
         cuts: tuple[tuple[int, int], ...],
         warning: str | None = None,
     ) -> None:
-        self.first = first
-        self.last = last
-        self.cuts = tuple((a, b) for a, b in cuts if a <= last and b >= first)
-        self.warning = warning
+        self.first: int = first
+        self.last: int = last
+        self.cuts: tuple[tuple[int, int], ...] = tuple(
+            (a, b) for a, b in cuts if a <= last and b >= first
+        )
+        self.warning: str | None = warning
 
 
 def default_plan(ephemeral: tuple[int, int], reserved: tuple[tuple[int, int], ...]) -> Plan:

@@ -61,18 +61,21 @@ if TYPE_CHECKING:
             RegistryError
                 With ``outcome == "not-applied"`` where nothing can have been recorded.
             """
+            ...
 
         def release(self, blocks: Sequence[Recordable]) -> None:
             """Remove what ``blocks`` recorded under their owner's token; never anybody else's.
 
             Idempotent. Blocks that were never claimed are passed over.
             """
+            ...
 
         def release_later(self, blocks: Sequence[Recordable]) -> None:
             """As ``release``, but for finalizers, which run inside any code of the process.
 
             Takes no lock that is not re-entrant, waits for nobody, raises nothing.
             """
+            ...
 
         def state(self, block: Recordable) -> str:
             """How the record of a held block stands.
@@ -83,12 +86,15 @@ if TYPE_CHECKING:
                 ``"held"``; ``"degraded"``: there is no valid record at the moment;
                 ``"contested"``: the record names another owner.
             """
+            ...
 
         def entries(self) -> Iterator[Entry]:
             """What is recorded now, by everybody the registry can see, in port order."""
+            ...
 
         def close(self) -> None:
             """Give back the registry's own connections, threads and leases. Idempotent."""
+            ...
 
 
 class Owner:
@@ -108,8 +114,8 @@ class Owner:
     __slots__ = ("_token", "pid", "start")
 
     def __init__(self, pid: int, start: int, token: str | None = None) -> None:
-        self.pid = pid
-        self.start = start
+        self.pid: int = pid
+        self.start: int = start
         self._token = token
 
     @property
@@ -175,16 +181,16 @@ class Entry:
         alive: bool | None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
-        self.first = first
-        self.last = last
-        self.protocol = protocol
-        self.host = host
-        self.pid = pid
-        self.start = start
-        self.label = label
-        self.age = age
-        self.alive = alive
-        self.extra = {} if extra is None else extra
+        self.first: int = first
+        self.last: int = last
+        self.protocol: str = protocol
+        self.host: str | None = host
+        self.pid: int = pid
+        self.start: int = start
+        self.label: str = label
+        self.age: float = age
+        self.alive: bool | None = alive
+        self.extra: Mapping[str, object] = {} if extra is None else extra
 
     @property
     def ports(self) -> range:

@@ -52,10 +52,10 @@ class Retry:
                 raise InvalidRequest(
                     f"{name} is a number of seconds, not negative", argument=name, value=value
                 )
-        self.attempts = attempts
-        self.base = base
-        self.cap = cap
-        self.budget = budget
+        self.attempts: int = attempts
+        self.base: float = base
+        self.cap: float = cap
+        self.budget: float | None = budget
 
     def __repr__(self) -> str:
         return f"Retry({self.attempts}, base={self.base}, cap={self.cap}, budget={self.budget})"

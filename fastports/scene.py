@@ -26,12 +26,12 @@ class Listener:
     __slots__ = ("name", "pid", "port", "related", "uid")
 
     def __init__(self, port: int, pid: int, name: str, uid: int, related: bool | None) -> None:
-        self.port = port
-        self.pid = pid
-        self.name = name
-        self.uid = uid
+        self.port: int = port
+        self.pid: int = pid
+        self.name: str = name
+        self.uid: int = uid
         #: Whether it is the owner of the block or comes of it; None where that cannot be seen.
-        self.related = related
+        self.related: bool | None = related
 
 
 class Held:
@@ -40,8 +40,8 @@ class Held:
     __slots__ = ("entry", "listeners")
 
     def __init__(self, entry: Entry, listeners: Sequence[Listener]) -> None:
-        self.entry = entry
-        self.listeners = listeners
+        self.entry: Entry = entry
+        self.listeners: Sequence[Listener] = listeners
 
     @property
     def up(self) -> int:

@@ -10,6 +10,10 @@ import sys
 _COMMON = """
 import os, signal, socket, sys, time
 def serve(port, host="", reuse=True, family=socket.AF_INET, kind=socket.SOCK_STREAM):
+    if "LISTEN_FDS" in os.environ:
+        s = socket.socket(fileno=3)
+        s.listen(256)
+        return s
     s = socket.socket(family, kind)
     if family == socket.AF_INET6:
         s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

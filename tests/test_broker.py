@@ -687,6 +687,80 @@ def test_a_child_under_a_10_khz_timer_binds_once_and_is_told_the_truth(
     assert launch.broker.counts()["performed"] == 600
 
 
+# ------------------------------------------------------------------ foreign system calls
+
+FOREIGN = """
+    #include <arpa/inet.h>
+    #include <errno.h>
+    #include <netinet/in.h>
+    #include <signal.h>
+    #include <stdint.h>
+    #include <stdio.h>
+    #include <stdlib.h>
+    #include <sys/mman.h>
+    #include <sys/socket.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    static long i386(long number, long a, long b, long c) {
+        long result;
+        __asm__ volatile("int $0x80" : "=a"(result) : "a"(number), "b"(a), "c"(b), "d"(c)
+                         : "memory", "r8", "r9", "r10", "r11");
+        return result;
+    }
+    static long x32(long number, long a, long b, long c) {
+        long result = syscall(0x40000000 | number, a, b, c);
+        return result < 0 ? -errno : result;
+    }
+    static void none(int s) { (void)s; puts("no i386 here"); fflush(stdout); _exit(0); }
+    int main(int n, char **v) {
+        struct sockaddr_in *at;
+        int free = atoi(v[2]), s = socket(AF_INET, SOCK_STREAM, 0); (void)n;
+        setvbuf(stdout, 0, _IONBF, 0);
+        signal(SIGSEGV, none); signal(SIGILL, none);
+        /* an address of 32 bits, which an i386 call can name */
+        at = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+        at->sin_family = AF_INET; at->sin_port = htons(atoi(v[1]));
+        if (i386(20, 0, 0, 0) != getpid()) none(0);
+        /* the numbers of our bind and listen mean geteuid and getegid there */
+        printf("%d %d\\n", i386(49, s, (long)at, sizeof *at) == geteuid(),
+               i386(50, s, (long)at, sizeof *at) == getegid());
+        printf("%ld\\n", i386(361, s, (long)at, sizeof *at));
+        printf("%ld\\n", x32(SYS_bind, s, (long)at, sizeof *at));
+        printf("%d\\n", bind(s, (void *)at, sizeof *at));
+        s = socket(AF_INET, SOCK_STREAM, 0); at->sin_port = htons(free);
+        printf("%ld ", i386(361, s, (long)at, sizeof *at));
+        printf("%ld\\n", i386(363, s, 5, 0));
+        return 0;
+    }
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="i386 and x32 are of x86-64")
+def test_calls_of_i386_and_x32_meet_the_hold_and_are_never_taken_for_others(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    program = compiled(tmp_path, FOREIGN)
+    held, free = hold(), hold()
+    block, port = launch.block(held), port_of(free)
+    free.close()
+
+    def child(say: Callable[[object], None]) -> object:
+        argv = [program, str(port_of(held)), str(port)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20).stdout.split("\n")
+
+    answer = launch.ask(block, child)
+    if "no i386 here" in answer:
+        pytest.skip(answer[0])
+    others, i386, x32, own, elsewhere, end = answer
+    assert (others, end) == ("1 1", "")
+    assert int(i386) == -errno.EADDRINUSE
+    assert int(x32) in (-errno.EADDRINUSE, -errno.ENOSYS)  # most kernels are built without x32
+    assert own == "0"
+    assert elsewhere == "0 0"
+    assert launch.broker.counts()["performed"] == 1
+    assert launch.broker.counts()["passed"] == 0  # nobody was asked about the foreign ones
+
+
 # ------------------------------------------------------------------ beginning and end
 
 
@@ -747,6 +821,35 @@ def test_service_goes_on_for_descendants_of_a_child_that_ended(launch: Launcher)
     for fd in (*go, *said):
         os.close(fd)
     until(lambda: not launch.broker.running)
+
+
+def test_a_child_has_left_when_nobody_with_its_filter_is_there_any_more(launch: Launcher) -> None:
+    go = os.pipe()
+
+    def leave_a_worker(say: Callable[[object], None]) -> object:
+        if os.fork() == 0:
+            os.setsid()
+            os.read(go[0], 1)
+            os._exit(0)
+        return "left"
+
+    child = Child(leave_a_worker)
+    number = launch.broker.serve(launch.block(hold()), child.listener)
+    assert child.answer() == "left"
+    assert not launch.broker.left(number)
+    child.close()
+    assert not launch.broker.left(number)
+    os.write(go[1], b"x")
+    until(lambda: launch.broker.left(number))
+    until(lambda: not launch.broker.running)
+    assert launch.broker.left(number)
+    for fd in go:
+        os.close(fd)
+    other = launch.start(launch.block(hold()), lambda say: "here")
+    launch.broker.close()
+    until(lambda: not launch.broker.running)
+    assert not launch.broker.left(number)  # nobody looks any more
+    assert other.answer() == "here"
 
 
 def test_after_stop_a_bind_fails_at_once_with_enosys(launch: Launcher) -> None:

@@ -41,13 +41,13 @@ def test_only_bind_and_listen_of_its_own_architecture_notify(machine: str) -> No
     assert notified == CALLS[machine]
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("foreign", ["x86_64", "aarch64", "i386", "arm"])
+@pytest.mark.parametrize(
+    ("machine", "foreign"),
+    [(machine, foreign) for machine in CALLS for foreign in ARCH if machine != foreign],
+)
 def test_calls_of_a_foreign_architecture_are_allowed_whatever_their_number(
     machine: str, foreign: str
 ) -> None:
-    if machine == foreign:
-        pytest.skip("not foreign")
     program = _broker.program(machine)
     assert {run(program, nr, ARCH[foreign]) for nr in range(1024)} == {ALLOW}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from brokering import entrances, port_of, until
+from brokering import enter, entrances, port_of, until
 
 import fastports
 from fastports.child import _lingering, sweep
@@ -175,14 +175,59 @@ def test_options_that_a_program_sets_on_its_socket_open_no_door_for_others(
         assert child.wait(20) == 0
     assert entrances(block.first) == []
     with block.spawn([*argv, "listens"], handoff="fd", stdin=PIPE):
-        assert not block_has(block, socket.SO_REUSEADDR)
         assert [way for way in entrances(block.first) if not way[2]] == []
     assert entrances(block.first) == []
 
 
-def block_has(block: fastports.PortBlock, option: int) -> bool:
-    with socket.fromfd(block.filenos()[0], socket.AF_INET6, socket.SOCK_STREAM) as sock:
-        return bool(sock.getsockopt(socket.SOL_SOCKET, option))
+CLOSES_FIRST = """
+import socket, sys
+s = socket.socket(fileno=int(sys.argv[1]))
+if sys.argv[2] == "listens":
+    s.listen()
+while True:  # what the client gets is the end: TIME_WAIT is this side's
+    peer, _ = s.accept()
+    peer.close()
+"""
+
+
+@pytest.mark.parametrize("who", ["launcher", "listens"])
+def test_connections_that_a_program_closed_do_not_keep_the_port_once_it_is_given_back(
+    who: str,
+) -> None:
+    argv = [sys.executable, "-ISc", CLOSES_FIRST, "{fd}", who]
+    with fastports.allocate(1) as block:
+        port = block.first
+        for _ in range(2):
+            with block.spawn(argv, handoff="fd", listen=who == "launcher"):
+                with socket.create_connection(("127.0.0.1", port), 10) as client:
+                    assert client.recv(1) == b""
+                assert entrances(port) == []
+            assert entrances(port) == []
+    fastports.reserve(port).release()
+    for address in ("0.0.0.0", "127.0.0.1", "::"):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((address, port))
+            server.listen()
+
+
+def test_the_stated_limit_a_program_that_shuts_its_socket_down_lets_reuse_address_in(
+    block: fastports.PortBlock,
+) -> None:
+    code = "import socket, sys\ns = socket.socket(fileno=int(sys.argv[1]))\nsys.stdin.read(1)\n"
+    code += "s.shutdown(socket.SHUT_RD); print('shut', flush=True); sys.stdin.read()"
+    argv = [sys.executable, "-ISc", code, "{fd}"]
+    with block.spawn(argv, handoff="fd", listen=True, stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert entrances(block.first) == []
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"shut\n"
+        assert enter("0.0.0.0", block.first) is None
+        stranger = enter("0.0.0.0", block.first, reuse_address=True)
+        assert stranger is not None
+        stranger.close()
+    assert entrances(block.first) == []
 
 
 ASGI = """

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,14 @@ from fastports.child import sweep
 from fastports.handoff import DEVNULL, PIPE, STDOUT, Child, modes
 
 HERE = Path(__file__).parent
+WORKING = modes()
+MODES = [
+    pytest.param(
+        mode,
+        marks=pytest.mark.skipif(not WORKING[mode].works, reason=f"no {mode}: {WORKING[mode].why}"),
+    )
+    for mode in WORKING
+]
 
 
 @pytest.fixture
@@ -77,11 +85,13 @@ def door_is_open(block: PortBlock) -> bool:
     return states.pop()
 
 
-def launcher(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+def launcher(
+    code: str, *arguments: str, prefix: Sequence[str] = (), **options: object
+) -> subprocess.Popen[str]:
     """A process of its own that launches children."""
     head = "import os, sys, time\nimport fastports\nfrom programs import program\n"
     return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-        [sys.executable, "-c", head + code, *arguments],
+        [*prefix, sys.executable, "-c", head + code, *arguments],
         env={**os.environ, "PYTHONPATH": str(HERE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -692,6 +702,29 @@ def test_what_a_killed_child_left_in_a_session_of_its_own_is_ended_by_stop(
         assert not runs(left)
 
 
+ALONE = """
+import os, subprocess
+from fastports.family import Family
+def ends(code="pass"):
+    code = "import os; " + code
+    process = subprocess.Popen([sys.executable, "-ISc", code])
+    family = Family(process.pid, b"token", leads=False)
+    process.wait()
+    return family
+print(ends().alone(), ends("os.fork()").alone())
+family = ends()
+ends()
+print(family.alone())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs process numbers of its own, as root has them")
+def test_a_child_after_which_no_process_was_made_is_known_to_be_alone() -> None:
+    with launcher(ALONE, prefix=["unshare", "--pid", "--fork", "--mount-proc"]) as process:
+        out, err = process.communicate(timeout=60)
+    assert out.split() == ["True", "False", "False"], err
+
+
 def test_a_child_belongs_to_the_process_that_started_it(block: PortBlock) -> None:
     with block.spawn(program("server", "{port}"), handoff="door") as child:
         pid = os.fork()
@@ -728,10 +761,11 @@ def test_a_child_that_nobody_keeps_runs_on_with_its_block() -> None:
     fastports.reserve(port).release()
 
 
-def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock) -> None:
+@pytest.mark.parametrize("handoff", MODES)
+def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock, handoff: str) -> None:
     children: list[Child] = []
     thread = threading.Thread(
-        target=lambda: children.append(block.spawn(program("server", "{port}"), handoff="door"))
+        target=lambda: children.append(block.spawn(program("server", "{port}"), handoff=handoff))
     )
     thread.start()
     task = f"/proc/self/task/{thread.native_id}"
@@ -742,7 +776,7 @@ def test_a_launcher_thread_that_ends_leaves_its_child_alone(block: PortBlock) ->
 
 
 @pytest.mark.parametrize("name", ["server", "worker", "background"])
-@pytest.mark.parametrize("handoff", ["door", "close"])
+@pytest.mark.parametrize("handoff", MODES)
 def test_a_launcher_that_is_killed_takes_its_children_along_and_frees_the_ports(
     name: str, handoff: str
 ) -> None:

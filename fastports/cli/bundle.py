@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ..block import PortBlock
+    from ..registry import Owner
 
 __all__ = ["Bundle"]
 
@@ -28,16 +29,16 @@ class Bundle:
     """
 
     def __init__(self, blocks: Mapping[str, PortBlock]) -> None:
-        self.blocks = dict(blocks)
+        self.blocks: dict[str, PortBlock] = dict(blocks)
         one = next(iter(self.blocks.values()))
-        self.protocol = one.protocol
-        self.host = one.host
-        self.owner = one.owner
-        self.label = one.label
+        self.protocol: str = one.protocol
+        self.host: str | None = one.host
+        self.owner: Owner = one.owner
+        self.label: str = one.label
         self._ordered = sorted(self.blocks.values(), key=lambda block: block.first)
-        self.ports = [port for block in self._ordered for port in block.ports]
-        self.first = self.ports[0]
-        self.last = self.ports[-1]
+        self.ports: list[int] = [port for block in self._ordered for port in block.ports]
+        self.first: int = self.ports[0]
+        self.last: int = self.ports[-1]
         self._used: set[int] = set()
         self._passed = False  # as of a block: whether the program has the sockets too
         self._served: Callable[[], None] | None = None  # how a mode is told of the release

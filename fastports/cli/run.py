@@ -129,7 +129,8 @@ def _run_recorded(options: Options, hold: Hold, work: Work, report: Report | Non
 def _work(options: Options, command: list[str], *, recorded: bool) -> Work:
     """What is done on the ports once they are held."""
     limit = seconds(options["wait"] or "30", "--wait")
-    grace = None if options["grace"] is None else seconds(options["grace"], "--grace")
+    given = options["grace"]
+    grace = None if given is None else seconds(given, "--grace")
     spawning: dict[str, Any] = {
         "handoff": options["handoff"] or ("fd" if "listen" in options else "auto"),
         **{name: True for name in ("exclusive", "listen", "detach") if name in options},

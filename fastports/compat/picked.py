@@ -61,8 +61,8 @@ class Picked:
     __slots__ = ("blocks", "port")
 
     def __init__(self, *blocks: PortBlock) -> None:
-        self.port = blocks[0].first
-        self.blocks = blocks
+        self.port: int = blocks[0].first
+        self.blocks: tuple[PortBlock, ...] = blocks
 
     def release(self) -> None:
         """Stop keeping the port. Idempotent; a program that has bound it is not disturbed."""

@@ -65,10 +65,10 @@ class Endpoint:
     __slots__ = ("host", "netloc", "port", "secure")
 
     def __init__(self, host: str, port: int, secure: bool) -> None:
-        self.host = host
-        self.port = port
-        self.secure = secure
-        self.netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.host: str = host
+        self.port: int = port
+        self.secure: bool = secure
+        self.netloc: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def __repr__(self) -> str:
         return f"{'https' if self.secure else 'http'}://{self.netloc}"
@@ -206,11 +206,11 @@ class Credentials:
                     argument=name,
                     value=path,
                 )
-        self.user = user
-        self.password = password
-        self.ca = ca
-        self.cert = cert
-        self.key = key
+        self.user: str | None = user
+        self.password: str | None = password
+        self.ca: str | None = ca
+        self.cert: str | None = cert
+        self.key: str | None = key
 
     @property
     def tls(self) -> bool:
@@ -226,8 +226,8 @@ class Call:
     __slots__ = ("ambiguous", "deadline")
 
     def __init__(self, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout
-        self.ambiguous = False
+        self.deadline: float = time.monotonic() + timeout
+        self.ambiguous: bool = False
 
     @property
     def remaining(self) -> float:
@@ -250,9 +250,9 @@ class Link:
     __slots__ = ("answered", "channel", "endpoint", "methods", "watch")
 
     def __init__(self, endpoint: str, channel: Any, rpc: Any) -> None:
-        self.endpoint = endpoint
-        self.channel = channel
-        self.answered = False
+        self.endpoint: str = endpoint
+        self.channel: Any = channel
+        self.answered: bool = False
         self.methods: dict[str, Callable[..., Any]] = {
             name: channel.unary_unary(
                 "/etcdserverpb." + path,
@@ -334,7 +334,7 @@ class Connection:
         self.endpoints = endpoints
         self.credentials = credentials
         self.factory = factory
-        self.client = client
+        self.client: Any = client
         self.rpc: Any = None
         self._runner = Runner()
         self._lock = threading.RLock()
@@ -522,10 +522,7 @@ class Connection:
                     limit,
                 )
             except Late:
-                error = RegistryTimeout(
-                    f"etcd at {link.endpoint} still had an interrupted call to answer; try again",
-                    endpoint=link.endpoint,
-                )
+                error = _silent(link, "the call did not end at its deadline")
             except self._rpc_error as exc:
                 error = translate(exc, link)
                 error.__cause__ = exc
@@ -564,7 +561,7 @@ class Connection:
                 max(0.0, call.remaining),
             )
         except Late:
-            raise self._late(link) from None
+            raise _silent(link, "the call did not end at its deadline") from None
         except self._rpc_error as exc:
             raise translate(exc, link) from exc
 
@@ -619,6 +616,23 @@ _LOGIN_EXPIRED = ("invalid auth token", "revision of auth store is old")
 _NOT_LET_IN = ("authentication failed", "permission denied", "user name is empty", "not permitted")
 
 
+def _silent(link: Link, words: str) -> RegistryError:
+    """Time ran out: somebody is slow there, or nobody ever was there."""
+    where = link.endpoint
+    if not link.answered:
+        return RegistryUnavailable(
+            f"etcd at {where} never answered within the time allowed ({words}); see that it "
+            "runs and that nothing drops the packets",
+            endpoint=where,
+            outcome="unknown",
+        )
+    return RegistryTimeout(
+        f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
+        "after its disk and its leader",
+        endpoint=where,
+    )
+
+
 def translate(exc: Any, link: Link) -> RegistryError:
     """The nearest error of ours for a ``grpc.RpcError``."""
     code = exc.code().name
@@ -633,18 +647,7 @@ def translate(exc: Any, link: Link) -> RegistryError:
             outcome="unknown" if sent else "not-applied",
         )
     if code == "DEADLINE_EXCEEDED":
-        if not link.answered:
-            return RegistryUnavailable(
-                f"etcd at {where} never answered within the time allowed ({words}); see that it "
-                "runs and that nothing drops the packets",
-                endpoint=where,
-                outcome="unknown",
-            )
-        return RegistryTimeout(
-            f"etcd at {where} did not answer in time ({words}); allow a longer timeout or look "
-            "after its disk and its leader",
-            endpoint=where,
-        )
+        return _silent(link, words)
     if code == "UNAUTHENTICATED" or any(text in words for text in _LOGIN_EXPIRED):
         return RegistryDenied(
             f"etcd at {where} does not take the login any more ({words}); give user= and "

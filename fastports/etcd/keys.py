@@ -127,10 +127,10 @@ class Identity:
     __slots__ = ("address", "boot", "hostname", "pid_namespace")
 
     def __init__(self, advertise: str | None) -> None:
-        self.hostname = os.uname().nodename
-        self.address = advertise
-        self.boot = boot_id()
-        self.pid_namespace = pid_namespace()
+        self.hostname: str = os.uname().nodename
+        self.address: str | None = advertise
+        self.boot: str = boot_id()
+        self.pid_namespace: int = pid_namespace()
 
 
 class Record:
@@ -157,14 +157,14 @@ class Record:
         reference: Callable[[], Any], further: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.block = reference
-        self.token = block.owner.token
-        self.first = block.first
-        self.last = block.last
-        self.protocol = block.protocol
-        self.host_id = host_id
-        self.state = "claiming"
-        self.lease = 0
-        self.rival = b""
+        self.token: str = block.owner.token
+        self.first: int = block.first
+        self.last: int = block.last
+        self.protocol: str = block.protocol
+        self.host_id: str = host_id
+        self.state: str = "claiming"
+        self.lease: int = 0
+        self.rival: bytes = b""
         whole, short = encode(block, identity, further or {})
         spaces = SPACES[block.protocol]
         size = block.last - block.first + 1

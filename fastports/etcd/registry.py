@@ -131,7 +131,7 @@ class EtcdRegistry:
             host_id = environ("FASTPORTS_ETCD_HOST_ID")
         if advertise is None:
             advertise = environ("FASTPORTS_ETCD_ADVERTISE")
-        self.namespace = check_word("namespace", namespace)
+        self.namespace: str = check_word("namespace", namespace)
         if namespace == "*":
             raise InvalidRequest(
                 "'*' stands for all namespaces where one looks; name one to record in",
@@ -154,7 +154,7 @@ class EtcdRegistry:
         self._host_id = None if host_id is None else check_word("host_id", host_id)
         self.ttl = ttl
         self.timeout = check_seconds("timeout", timeout)
-        self.retry = Retry() if retry is None else retry
+        self.retry: Retry = Retry() if retry is None else retry
         self.on_lost = on_lost
         self.on_restored = on_restored
         self._credentials = credentials

@@ -81,7 +81,7 @@ class Session:
         on_lost: Callable[[Any, LeaseLost], object] | None,
         on_restored: Callable[[Any], object] | None,
     ) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self.connection = connection
         self.namespace = namespace
         self.ttl = ttl

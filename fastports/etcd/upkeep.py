@@ -43,11 +43,11 @@ class Remainder:
     __slots__ = ("entry", "key", "reason", "removed", "revision")
 
     def __init__(self, key: str, reason: str, entry: Entry | None, revision: int) -> None:
-        self.key = key
-        self.reason = reason
-        self.entry = entry
-        self.revision = revision
-        self.removed = False
+        self.key: str = key
+        self.reason: str = reason
+        self.entry: Entry | None = entry
+        self.revision: int = revision
+        self.removed: bool = False
 
     def __repr__(self) -> str:
         return f"Remainder({self.key!r}, {self.reason!r}, removed={self.removed})"
@@ -169,10 +169,10 @@ class Finding:
     __slots__ = ("level", "line", "text", "topic")
 
     def __init__(self, level: str, topic: str, text: str, line: str = "") -> None:
-        self.level = level
-        self.topic = topic
-        self.text = text
-        self.line = line
+        self.level: str = level
+        self.topic: str = topic
+        self.text: str = text
+        self.line: str = line
 
     def __repr__(self) -> str:
         return f"Finding({self.level!r}, {self.topic!r}, {self.text!r})"
@@ -226,6 +226,7 @@ def diagnose(registry: EtcdRegistry, *, timeout: float = 3.0) -> Iterator[Findin
 
 def _endpoint(connection: Connection, link: Link, timeout: float) -> Iterator[Finding]:
     fastest = float("inf")
+    status: Any = None
     call = Call(timeout)
     try:
         for _ in range(3):

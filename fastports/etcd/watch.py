@@ -110,7 +110,7 @@ class Reader:
             return None
         namespace, space, host, port = place
         fields = decode(value)
-        entry = fields and self._entries.entry(fields, port, space, host, namespace)
+        entry = self._entries.entry(fields, port, space, host, namespace) if fields else None
         if not fields or not entry:
             self.skipped += 1
             return None
@@ -212,9 +212,9 @@ class Change:
     __slots__ = ("entry", "kind", "revision")
 
     def __init__(self, kind: str, entry: Entry, revision: int) -> None:
-        self.kind = kind
-        self.entry = entry
-        self.revision = revision
+        self.kind: str = kind
+        self.entry: Entry = entry
+        self.revision: int = revision
 
     def __repr__(self) -> str:
         return f"Change({self.kind!r}, {self.entry!r}, revision={self.revision})"

