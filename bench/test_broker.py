@@ -105,37 +105,51 @@ def test_a_call_that_is_neither(table: Table, calls: str, smoke: bool) -> None:
     table.note(f"that call without a filter: {theirs:.0f} ns; {ratio:.2f} x")
 
 
+def longest_wait(calls: str, number: int) -> int:
+    """Children that all bind and listen at one moment; the longest single call in nanoseconds."""
+    blocks = [fastports.allocate(1) for _ in range(number)]
+    reader, writer = os.pipe()
+    children = [
+        block.spawn(
+            [calls, "listen", "{port}", "1", str(reader)],
+            handoff="broker",
+            wait=None,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            pass_fds=[reader],
+        )
+        for block in blocks
+    ]
+    os.write(writer, b"x" * number)
+    took = []
+    for child in children:
+        assert child.stdout is not None
+        took.append(int(child.stdout.readline().split()[3]))
+    for child in children:
+        child.stop()
+        child.communicate()
+    for block in blocks:
+        block.release()
+    os.close(reader)
+    os.close(writer)
+    return max(took)
+
+
 def test_a_hundred_children_at_once(table: Table, calls: str, smoke: bool) -> None:
-    number = 10 if smoke else 100
-    worst = []
-    for _ in range(1 if smoke else 3):
-        blocks = [fastports.allocate(1) for _ in range(number)]
-        reader, writer = os.pipe()
-        children = [
-            block.spawn(
-                [calls, "listen", "{port}", "1", str(reader)],
-                handoff="broker",
-                wait=None,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                pass_fds=[reader],
-            )
-            for block in blocks
-        ]
-        os.write(writer, b"x" * number)
-        took = []
-        for child in children:
-            assert child.stdout is not None
-            took.append(int(child.stdout.readline().split()[3]))
-        worst.append(max(took))
-        for child in children:
-            child.stop()
-            child.communicate()
-        for block in blocks:
-            block.release()
-        os.close(reader)
-        os.close(writer)
-    table.count(f"{number} children at once, the longest wait", median(worst) / 1e3, "us", 2000)
+    """A child waits for the broker, and for a processor: the other children want one, too."""
+    number, rounds = (10, 1) if smoke else (100, 5)
+    worst = median(longest_wait(calls, number) for _ in range(rounds))
+    table.count(f"{number} children at once, the longest wait", worst / 1e3, "us", 2000)
+    normal = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        return
+    try:  # who waits first has a processor first, whatever else runs on this machine
+        first = median(longest_wait(calls, number) for _ in range(rounds))
+    finally:
+        os.sched_setscheduler(0, *normal)
+    table.note(f"that wait under SCHED_RR, which leaves the broker's share: {first / 1e3:.0f} us")
 
 
 def test_the_open_time_of_bind_door(table: Table, calls: str, smoke: bool) -> None:
