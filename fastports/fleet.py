@@ -283,6 +283,7 @@ class Replica:
         self._up_since = 0.0  # 0 until it is up
         self._problem = ""  # why it did not come up
         self._evicted = False  # it was ended for that
+        self._runs = False  # as far as its life has seen; others may have reaped it since
         self._name = ""
         self._ports: Sequence[int] = block.ports
         self.due: float | None = 0.0
@@ -363,7 +364,9 @@ class Replica:
     def descriptor(self) -> int:
         """Readable once the program has ended; -1 where there is none to wait for."""
         child = self.child
-        return -1 if child is None or child.returncode is not None else child.pidfd
+        if child is None or (child.returncode is not None and not self._runs):
+            return -1
+        return child.pidfd
 
     def close(self) -> None:
         """End the program at once, and its life wherever it stands."""
@@ -409,6 +412,7 @@ class Replica:
         self.returncode = None
         self._ports = child.ports
         self._name = self._named(child.args[0])
+        self._runs = True
         self._set("starting")
         if self._plan.wait is None:
             self._set("running")
@@ -417,6 +421,7 @@ class Replica:
         if not self._problem:
             while not self._asked and child.poll() is None:
                 yield None
+        self._runs = False
         if self._asked and child.poll() is None:
             self._set("stopping")
         yield from self._end(child)

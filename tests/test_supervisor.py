@@ -20,6 +20,7 @@ from worlds import can_bind, in_child, wait_until
 
 import fastports
 from fastports import HandoffError, InvalidRequest, NotOwner, Supervisor, entries
+from fastports.child import sweep
 from fastports.supervisor import Change
 
 SERVER = program("server", "{port}")
@@ -88,6 +89,18 @@ def thief(ports: list[int]) -> Iterator[list[int]]:
 
 def first_port(supervisor: Supervisor) -> int:
     return supervisor.replicas[0].block.first
+
+
+def test_the_end_of_a_program_that_another_thread_reaped_is_seen(told: Told) -> None:
+    with Supervisor(["sleep", "600"], wait=None, restart="always", max_restarts=None,
+                    on_change=told, **AT_ONCE):  # fmt: skip
+        for round_ in range(1, 11):
+            pid = told.until("running", times=round_).pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            while Path(f"/proc/{pid}").exists():
+                sweep()  # as each spawn does
+        told.until("running", times=11)
 
 
 def test_a_change_is_a_sentence_that_says_what_comes_next() -> None:
