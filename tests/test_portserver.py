@@ -177,17 +177,38 @@ def test_a_python_socket_is_a_client(server: Server) -> None:
     assert kept(int(answer))
 
 
-@pytest.mark.skipif(shutil.which("nc.openbsd") is None, reason="no nc that speaks UNIX sockets")
-def test_a_shell_with_nc_is_a_client(tmp_path: Path) -> None:
+PERL = """
+use IO::Socket::UNIX;
+my $server = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die $!;
+print $server readline(STDIN);
+$server->flush;
+print readline($server);
+"""
+
+
+@pytest.mark.parametrize(
+    "tool",
+    ["nc.openbsd -U $0", "socat - UNIX-CONNECT:$0", f"perl -e '{PERL}' $0"],
+    ids=["nc", "socat", "perl"],
+)
+def test_a_shell_is_a_client(tool: str, tmp_path: Path) -> None:
+    program = tool.split()[0]
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
     with Server(address=str(tmp_path / "socket")) as server:
-        done = subprocess.run(
-            ["bash", "-c", f"printf '%d\\n' $$ | nc.openbsd -U {server.address}; echo done"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        port, rest = done.stdout.split()
-        assert int(port) > 0 and rest == "done"
+        script = f"port=$(echo $$ | {tool}); echo $port; read -r; echo done"
+        shell = subprocess.Popen(
+            ["bash", "-c", script, server.address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with shell:
+            assert shell.stdin is not None and shell.stdout is not None
+            port = int(shell.stdout.readline())
+            assert kept(port)  # while the shell lives
+            shell.stdin.write("\n")
+            shell.stdin.flush()
+            assert shell.stdout.read() == "done\n"
+        until(lambda: not kept(port))
 
 
 @pytest.mark.parametrize("pieces", [[b"%d"], [b"%d", b"\n"], [b" %d \n"], [b"%d\r\n"]])
