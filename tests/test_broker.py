@@ -1193,18 +1193,20 @@ def test_the_probe_leaves_the_calling_thread_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "broker", "door"),
+    ("number", "error", "broker", "door"),
     [
-        (PIDFD_GETFD, "pidfd_getfd", None),
-        (PROCESS_VM_READV, "process_vm_readv", "process_vm_readv"),
-        (SECCOMP, "seccomp", "seccomp"),
+        (PIDFD_GETFD, errno.EPERM, "pidfd_getfd", None),
+        (PROCESS_VM_READV, errno.EPERM, "process_vm_readv", "process_vm_readv"),
+        (SECCOMP, errno.EPERM, "seccomp", "seccomp"),
+        (SECCOMP, errno.EINVAL, "Linux 5.19", "Linux 5.19"),  # as an older kernel answers
+        (SECCOMP, errno.EBUSY, "in place already", "in place already"),
     ],
 )
 def test_the_probe_names_the_call_that_is_refused(
-    number: int, broker: str, door: str | None
+    number: int, error: int, broker: str, door: str | None
 ) -> None:
     def run() -> object:
-        refuse_calls(number)
+        refuse_calls(number, error)
         return _broker.probe()
 
     found = in_process(run)

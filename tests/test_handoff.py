@@ -573,11 +573,12 @@ def test_bad_input_is_refused_before_anything_is_touched(
     assert not door_is_open(block)
 
 
-def test_a_released_block_and_a_forked_launcher_are_refused(block: PortBlock) -> None:
+@pytest.mark.parametrize("handoff", ["auto", *MODES])
+def test_a_released_block_and_a_forked_launcher_are_refused(block: PortBlock, handoff: str) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            block.spawn(["/bin/true"], handoff="door")
+            block.spawn(["/bin/true"], handoff=handoff)
         except NotOwner:
             os._exit(42)
         finally:
@@ -585,7 +586,7 @@ def test_a_released_block_and_a_forked_launcher_are_refused(block: PortBlock) ->
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     block.release()
     with pytest.raises(fastports.BlockReleased):
-        block.spawn(["/bin/true"], handoff="door")
+        block.spawn(["/bin/true"], handoff=handoff)
 
 
 # --- strangers ------------------------------------------------------------------------------------
@@ -955,33 +956,41 @@ with fastports.allocate(1, protocol=sys.argv[1]) as block:
     assert told[2:] == (["True"] if protocol == "tcp" else [])
 
 
-def test_a_full_descriptor_table_leaves_no_child_and_no_open_door(block: PortBlock) -> None:
+@pytest.mark.parametrize("handoff", [mode for mode in MODES if mode.values != ("close",)])
+def test_a_full_descriptor_table_leaves_no_child_and_no_open_door(
+    block: PortBlock, handoff: str
+) -> None:
     import resource
 
+    def start() -> None:
+        with block.spawn(
+            program("server", "{port}"), stdin=PIPE, stderr=PIPE, handoff=handoff
+        ) as child:
+            assert child.poll() is None
+
+    start()  # whatever is imported is
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
     opened: list[int] = []
+    failed = 0
     try:
         with pytest.raises(OSError):
             while True:
                 opened.append(os.dup(0))
-        for free in range(9):  # fails at every step there is, then not any more
+        while True:  # fails at every step there is, then not any more
             try:
-                with block.spawn(
-                    program("server", "{port}"), stdin=PIPE, stderr=PIPE, handoff="door"
-                ) as child:
-                    assert child.poll() is None
-            except OSError:
-                assert not door_is_open_without_descriptors(block)
-            for fd in opened[:1]:
-                os.close(fd)
-            del opened[:1]
-            assert free < 9
+                start()
+                break
+            except (OSError, HandoffError):
+                failed += 1
+                assert handoff == "fd" or not door_is_open_without_descriptors(block)
+            os.close(opened.pop())  # an IndexError: it fails with all that it needs
     finally:
         for fd in opened:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not door_is_open(block)
+    assert failed >= 5
+    assert enter("127.0.0.1", block.first, reuse_address=True) is None
 
 
 def door_is_open_without_descriptors(block: PortBlock) -> bool:

@@ -172,6 +172,10 @@ from fastports.handoff import modes
 inner = "import socket,sys;s=socket.socket();s.setsockopt(1,2,1);s.bind(('',int(sys.argv[1])))\\n"
 inner += "s.listen();sys.stdin.read()"
 own = fastports.allocate(1)
+try:
+    own.spawn(["/bin/true"], handoff="broker")
+except fastports.HandoffError as exc:
+    print("in place already" in str(exc), flush=True)
 with own.spawn([sys.executable, "-ISc", inner, "{" + "port}"], stdin=-1) as child:
     print(child.mode, own.first, flush=True)
     sys.stdin.read()
@@ -186,6 +190,7 @@ def test_a_brokered_child_that_spawns_itself_falls_to_the_door(
         [sys.executable, "-c", NESTED], wait=None, stdin=PIPE, stdout=PIPE, handoff="broker"
     ) as child:
         assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == b"True\n"
         mode, port = child.stdout.readline().split()
         assert mode == b"door"
         assert connects(int(port))
