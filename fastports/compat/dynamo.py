@@ -55,6 +55,7 @@ __all__ = [
     "DEFAULT_DYN_PORT_MAX",
     "DEFAULT_DYN_PORT_MIN",
     "HANDOFFS",
+    "KEYS",
     "DistributedRuntime",
     "DynamoPortRange",
     "PortAllocationRequest",
@@ -74,6 +75,7 @@ DEFAULT_DYN_PORT_MIN = DEFAULT_DYNAMO_PORT_MIN = 20000
 DEFAULT_DYN_PORT_MAX = DEFAULT_DYNAMO_PORT_MAX = 30000
 
 HANDOFFS = ("close", "door", "hold")
+KEYS = ("v1", "dyn")
 _OPTIONS = (
     "ttl", "timeout", "retry", "user", "password", "ca", "cert", "key", "advertise", "on_lost",
     "on_restored",
@@ -162,7 +164,7 @@ class PortAllocationRequest:
             )
 
 
-def _whole(argument: str, value: object) -> int:
+def _whole(argument: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InvalidRequest(
             f"{argument} is a whole number, not {value!r}", argument=argument, value=value
@@ -197,7 +199,14 @@ def _text(argument: str, value: object) -> str:
 
 
 class _Registry(EtcdRegistry):
-    """Writes the fields of the ancestor's values beside our own."""
+    """Writes the fields of the ancestor's values beside our own, where ``keys`` says."""
+
+    def __init__(self, etcd: Any, *, namespace: str, keys: str, **options: Any) -> None:
+        super().__init__(etcd, namespace=namespace, **options)
+        self._keys = keys
+
+    def _root(self) -> str:
+        return f"dyn://{self.namespace}" if self._keys == "dyn" else super()._root()
 
     def _further(self, block: Recordable) -> Mapping[str, object]:
         metadata = dict(block.metadata)
@@ -268,6 +277,9 @@ class DistributedRuntime:
             program listens, a stranger that binds this very number with SO_REUSEADDR gets it.
         ``"hold"``
             Nobody can bind them: start the program with ``spawn`` of the block in :attr:`blocks`.
+    keys
+        Where the records stand: ``"v1"``, as do those of ai-dynamo 0.6 and 0.7, or ``"dyn"``, for
+        ``dyn://...`` as in 0.5. The tools of fastports (``ls --etcd``, ``gc``) look at the first.
     **options
         More for EtcdRegistry: ``ttl``, ``timeout``, ``retry``, ``user``, ``password``, ``ca``,
         ``cert``, ``key``, ``advertise``, ``on_lost``, ``on_restored``.
@@ -287,6 +299,7 @@ class DistributedRuntime:
         etcd: object = None,
         host_id: str | None = None,
         handoff: str | None = None,
+        keys: str = KEYS[0],
         **options: Any,
     ) -> None:
         if handoff is None:
@@ -297,6 +310,12 @@ class DistributedRuntime:
                 " (programs that set SO_REUSEADDR) or 'hold' (nobody, until block.spawn)",
                 argument="handoff",
                 value=handoff,
+            )
+        if keys not in KEYS:
+            raise InvalidRequest(
+                f"keys={keys!r} is no form of keys: use 'v1' or, beside ai-dynamo 0.5, 'dyn'",
+                argument="keys",
+                value=keys,
             )
         if etcd is None:
             etcd = os.environ.get("FASTPORTS_ETCD_ENDPOINTS") or None
@@ -317,7 +336,7 @@ class DistributedRuntime:
             )
         self.handoff = handoff
         self._etcd = etcd
-        self._options: dict[str, Any] = {**options, "host_id": host_id}
+        self._options: dict[str, Any] = {**options, "host_id": host_id, "keys": keys}
         self._forget()
         if etcd is not None:
             self._registry("default")  # connects nothing: refuses what is malformed, now

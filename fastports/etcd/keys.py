@@ -63,8 +63,13 @@ def check_seconds(argument: str, value: object) -> float:
     )
 
 
-def prefix(namespace: str, space: str, host_id: str) -> bytes:
-    return f"v1/{namespace}/{space}/{host_id}/".encode()
+def root(namespace: str) -> str:
+    """Where all keys of a namespace stand."""
+    return f"v1/{namespace}"
+
+
+def prefix(root: str, space: str, host_id: str) -> bytes:
+    return f"{root}/{space}/{host_id}/".encode()
 
 
 def key(start: bytes, port: int) -> bytes:
@@ -153,7 +158,7 @@ class Record:
     )  # fmt: skip
 
     def __init__(
-        self, block: Recordable, namespace: str, host_id: str, identity: Identity,
+        self, block: Recordable, root: str, host_id: str, identity: Identity,
         reference: Callable[[], Any], further: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.block = reference
@@ -170,7 +175,7 @@ class Record:
         size = block.last - block.first + 1
         self.parts: list[tuple[bytes, int, int, bytes]] = []
         for space in spaces:
-            start = prefix(namespace, space, host_id)
+            start = prefix(root, space, host_id)
             if size == 1 or len(whole) * size * len(spaces) <= BULKY:
                 self.parts.append((start, block.first, block.last, whole))
             else:

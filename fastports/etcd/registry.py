@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, RegistryError, RegistryTimeout
 from ..retry import Retry
 from . import txn
 from .connection import Call, Connection, Credentials, parse_endpoints
-from .keys import Identity, Record, check_seconds, check_word, key, network_identity
+from .keys import Identity, Record, check_seconds, check_word, key, network_identity, root
 from .session import Session
 
 __all__ = ["EtcdRegistry"]
@@ -242,7 +242,7 @@ class EtcdRegistry:
         records = [
             Record(
                 block,
-                self.namespace,
+                self._root(),
                 host_id,
                 self._identity,
                 _reference(block),
@@ -254,6 +254,10 @@ class EtcdRegistry:
             return ()
         return self._claim(session, records, search, call)
 
+    def _root(self) -> str:
+        """Where the keys stand; elsewhere for registries that record where another one does."""
+        return root(self.namespace)
+
     def _further(self, block: Recordable) -> Mapping[str, object]:
         """Fields that a block's value has beside ours; for registries that write another's, too."""
         return {}
@@ -264,14 +268,14 @@ class EtcdRegistry:
         sent = False
         try:
             session.add(records)
-            prefixes = txn.read_prefixes(records, self.namespace)
+            prefixes = txn.read_prefixes(records, self._root())
             strays: Sequence[bytes] = ()
             # Each turn but the last ends because something changed: the lease, or what is known
             # about the range. The deadline ends them all.
             for _ in range(8):
                 lease = session.ensure_lease(call)
                 rpc = session.connection.rpc
-                request = txn.claim(rpc, records, lease, self.namespace, search, strays)
+                request = txn.claim(rpc, records, lease, self._root(), search, strays)
                 sent = True
                 try:
                     answer = self.retry.call(

@@ -89,7 +89,7 @@ def claim(
     rpc: Any,
     records: Sequence[Record],
     lease: int,
-    namespace: str,
+    root: str,
     search: tuple[int, int],
     strays: Sequence[bytes] = (),
 ) -> Any:
@@ -114,17 +114,17 @@ def claim(
                 key=key(start, low), range_end=after(start, high), keys_only=True
             )
         )
-        for start in read_prefixes(records, namespace)
+        for start in read_prefixes(records, root)
     ]
     return rpc.TxnRequest(
         compare=compares, success=fold(rpc, operations, len(compares)), failure=failure
     )
 
 
-def read_prefixes(records: Sequence[Record], namespace: str) -> list[bytes]:
+def read_prefixes(records: Sequence[Record], root: str) -> list[bytes]:
     """The key prefixes that the failure branch of ``claim`` reads, in its order."""
     spaces = dict.fromkeys(space for r in records for space in SPACES[r.protocol])
-    return [prefix(namespace, space, records[0].host_id) for space in spaces]
+    return [prefix(root, space, records[0].host_id) for space in spaces]
 
 
 def occupied(

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import RegistryDenied, RegistryError, RegistryUnavailable
 from .connection import Call, translate
-from .keys import EntryReader, after, check_seconds, decode, key, port_of, prefix
+from .keys import EntryReader, after, check_seconds, decode, key, port_of, prefix, root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Scope:
             return [(start, start[:-1] + b"0") for start in starts]
         return [
             (key(start, self.first), after(start, self.last))
-            for start in (prefix(self.namespace, space, self.host) for space in spaces)
+            for start in (prefix(root(self.namespace), space, self.host) for space in spaces)
         ]
 
     def watched(self) -> tuple[bytes, bytes]:
