@@ -201,7 +201,7 @@ cdef extern from "<linux/futex.h>" nogil:
 cdef extern from "<sys/syscall.h>" nogil:
     long SYS_close_range "__NR_close_range"
     long SYS_futex, SYS_getdents64, SYS_gettid, SYS_seccomp
-    long SYS_pidfd_open, SYS_pidfd_send_signal
+    long SYS_pidfd_open, SYS_pidfd_send_signal, SYS_rt_sigaction
 
 
 cdef extern from "<time.h>" nogil:

@@ -16,6 +16,7 @@ are words in the order that both see.
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset, strerror
 
@@ -261,6 +262,7 @@ cdef bint orphaned(Order* order) noexcept nogil:
 cdef int child(void* argument) noexcept nogil:
     cdef Order* order = <Order*>argument
     cdef c.action action
+    cdef uint64_t[4] default  # the kernel's struct sigaction, all zero: SIG_DFL
     cdef c.sigset_t none
     cdef int number, leash
     cdef int saved = 0
@@ -268,9 +270,14 @@ cdef int child(void* argument) noexcept nogil:
 
     # Every signal is blocked still, so that no handler of the launcher can run in its memory here.
     memset(&action, 0, sizeof(action))
+    memset(&default, 0, sizeof(default))
     action.sa_handler = c.SIG_DFL
     for number in range(1, 65):
         c.sigaction(number, &action, NULL)
+    # The C library keeps two for itself and refuses them; ignored, as its posix_spawn leaves them
+    # to children of a program with handlers for them, they would stay so after exec.
+    for number in range(32, 34):
+        c.syscall(c.SYS_rt_sigaction, number, &default, NULL, 8)
 
     order.stage = GROUP
     if order.death_signal:

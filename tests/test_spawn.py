@@ -157,6 +157,23 @@ def test_a_child_has_default_signal_dispositions_and_an_empty_mask() -> None:
     assert int(fields["SigBlk"], 16) == int(fields["SigIgn"], 16) == 0
 
 
+def test_signals_of_the_c_library_that_are_ignored_are_not_so_in_the_child() -> None:
+    # posix_spawn of a program that has used pthread_cancel leaves signal 32 ignored
+    number = {"x86_64": 13, "aarch64": 134}[platform.machine()]
+    code = f"""
+import ctypes, sys
+from fastports import _spawn
+ignore = (ctypes.c_ulong * 4)(1, 0, 0, 0)
+for name in (32, 33):
+    assert ctypes.CDLL(None).syscall({number}, name, ignore, None, 8) == 0
+child = _spawn.start([b"/bin/grep"], [b"grep", b"SigIgn", b"/proc/self/status"], [])
+child.ended(20)
+sys.exit(child.poll())
+"""
+    told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert int(told.stdout.split()[1], 16) == 0
+
+
 def test_a_child_has_no_descriptor_but_the_standard_ones() -> None:
     with socket.socket() as sock:
         os.set_inheritable(sock.fileno(), True)
