@@ -21,6 +21,12 @@ pytest_fastports = pytest.importorskip("pytest_fastports")
 HERE = Path(__file__).parent
 OUTCOMES = ("WRONG ANSWER", "NO ANSWER")
 SERVER = f"{[sys.executable, '-m', 'http.server', '{port}']!r}"
+#: Has said it when it listens; http.server says something only then.
+TALK = (
+    "import socket, sys, time; print('I am a server', flush=True);"
+    " s = socket.create_server(('', int(sys.argv[1]))); time.sleep(600)"
+)
+TALKER = f"{[sys.executable, '-c', TALK, '{port}']!r}"
 
 
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:

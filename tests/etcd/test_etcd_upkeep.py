@@ -112,7 +112,7 @@ def test_an_age_or_a_time_that_is_none_is_refused(seconds: Any) -> None:
 
 def report(registry: EtcdRegistry) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
-    for finding in registry.diagnose(timeout=2):
+    for finding in registry.diagnose(timeout=20):
         found.setdefault(finding.topic, []).append((finding.level, finding.text))
     return found
 
