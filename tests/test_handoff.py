@@ -370,8 +370,13 @@ def test_the_named_ports_are_waited_for_and_others_are_not(four: PortBlock) -> N
         program("several", "{last}", str(four[1])), wait=[four[1]], handoff="door"
     ) as child:
         assert list(child.ports) == [four[1]]
-    with pytest.raises(HandoffError) as failed:
-        four.spawn(program("several", str(four[0]), str(four[1])), timeout=0.3, handoff="door")
+    for timeout in (0.3, 3.0, 30.0):  # in which a busy machine has two ports listening
+        with pytest.raises(HandoffError) as failed:
+            four.spawn(
+                program("several", str(four[0]), str(four[1])), timeout=timeout, handoff="door"
+            )
+        if failed.value.port == four[2]:
+            break
     assert failed.value.port == four[2]
     assert "1 more" in str(failed.value)
 
