@@ -144,3 +144,26 @@ def test_zsh_completes_from_the_help(line: str, expected: str) -> None:
         env=environment,
     )
     assert done.stdout == "found\n", done
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fastports por", {"portserver"}),
+        ("fastports probe --js", {"--json"}),
+        ("fastports run --report", {"--report", "--report-fd"}),
+        ("fastports run --handoff bind", {"bind-door"}),
+        ("fastports run --restart on", {"on-failure"}),
+    ],
+)
+def test_fish_completes_from_the_help(line: str, expected: set[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["fish", "-c", f"source {DOCS}/completion/fastports.fish; complete -C {line!r}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**ENVIRONMENT, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)},
+    )
+    assert done.stderr == ""
+    assert {offer.split("\t")[0] for offer in done.stdout.splitlines()} == expected
