@@ -462,7 +462,11 @@ class Child:
         for _ in range(5):  # a socket may be on its way from one process to another
             listeners = watch.listeners()
             owned = self._family.owned(socket for _, socket in listeners)
-            strangers = [(port, inode) for port, (inode, _) in listeners if inode not in owned]
+            strangers = [
+                (port, inode)
+                for port, (inode, _) in listeners
+                if inode not in owned and inode not in watch.own
+            ]
             if not strangers:
                 return
             time.sleep(_TICK * _jitter())

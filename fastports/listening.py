@@ -116,6 +116,7 @@ class Watch:
         self._missing.reverse()  # popped from the end
         held = [] if block.holds_closed else block.filenos()
         self._holds = {os.fstat(fd).st_ino for fd in held}
+        self.own = frozenset(self._holds)
         address = None if block.host is None else parse_address(block.host)
         self._addresses = [_V4, _V6]
         if address is not None and any(address[1]):

@@ -149,6 +149,20 @@ def test_clients_may_connect_before_the_program_runs_if_we_listen_first(
             assert early.recv(100) == b"served"
 
 
+def test_a_program_that_ends_at_once_is_not_taken_for_robbed_of_sockets_that_listen(
+    block: fastports.PortBlock,
+) -> None:
+    reader, writer = os.pipe()
+    argv = ["sh", "-c", "read line"]
+    for _ in range(2):
+        with block.spawn(argv, handoff="fd", listen=True, stdin=reader, wait=None) as child:
+            os.write(writer, b"x\n")
+            assert child.wait(20) == 0
+            child.wait_listening(20)  # the launcher listens, whoever is to take the connections
+    os.close(reader)
+    os.close(writer)
+
+
 def test_c19_in_another_mode_the_sockets_are_holds_again_and_eat_no_connection(
     block: fastports.PortBlock,
 ) -> None:
