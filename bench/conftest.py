@@ -29,6 +29,9 @@ from .table import Table
 CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
+# What the README shows of them all.
+_FOUNDATION = ("test_allocate", "test_dense", "test_scale", "test_start", "test_spawn")
+
 _table = pytest.StashKey[Table]()
 
 
@@ -36,11 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--smoke", action="store_true", help="few rounds: that the benchmarks work, in seconds"
     )
+    parser.addoption(
+        "--write",
+        action="store_true",
+        help="write the figures into README.md and bench/README.md, between their marks",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     smoke = bool(config.getoption("--smoke")) or bool(os.environ.get("FASTPORTS_BENCH_SMOKE"))
+    if smoke and config.getoption("--write"):
+        raise pytest.UsageError(
+            "--write: the figures of a smoke run mean little; leave out --smoke"
+        )
     config.stash[_table] = Table(smoke)
     # pytest-benchmark's own table says less, in lines of 200 characters
     config.option.benchmark_columns = config.option.benchmark_columns or ["min", "median", "rounds"]
@@ -53,12 +65,26 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("fastports: targets")
         for line in table.lines():
             terminalreporter.write_line(line)
+    if config.getoption("--write"):
+        folder = Path(__file__).parent
+        _write(folder.parent / "README.md", table.markdown(_FOUNDATION))
+        _write(folder / "README.md", table.markdown())
+
+
+def _write(page: Path, text: str) -> None:
+    head, begin, rest = page.read_text().partition("<!-- figures -->\n")
+    _, end, tail = rest.partition("<!-- end of figures -->\n")
+    if not (begin and end):
+        raise pytest.UsageError(f"{page} has no place for figures")
+    page.write_text(f"{head}{begin}{text}{end}{tail}")
 
 
 @pytest.fixture
-def table(pytestconfig: pytest.Config) -> Table:
+def table(request: pytest.FixtureRequest) -> Table:
     """Where results go; ``table.compare(benchmark, ...)`` measures and adds rows."""
-    return pytestconfig.stash[_table]
+    table = request.config.stash[_table]
+    table.part = request.path.stem
+    return table
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -43,13 +43,15 @@ class Row:
     minima: str = ""
     target: str = ""
     hit: bool | None = None
+    part: str = ""
 
 
 class Table:
-    """The rows of one run."""
+    """The rows of one run; ``part`` names the benchmarks that add them now."""
 
     def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
+        self.part = ""
         self.rows: list[Row] = []
         self.notes: list[str] = []
 
@@ -93,7 +95,7 @@ class Table:
             samples.append(elapsed / done)
         for index, rival in enumerate(rivals):
             row = _row(work if index == 0 else "", samples, rival)
-            self.rows.append(row)
+            self._add(row)
             benchmark.extra_info[rival.name] = {
                 "median": median(rival.samples),
                 "min": min(rival.samples),
@@ -110,6 +112,10 @@ class Table:
         if limit is not None:
             row.target = f"{'<=' if at_most else '>='} {limit:,.0f}"
             row.hit = value <= limit if at_most else value >= limit
+        self._add(row)
+
+    def _add(self, row: Row) -> None:
+        row.part = self.part
         self.rows.append(row)
 
     def note(self, text: str) -> None:
@@ -132,16 +138,36 @@ class Table:
             ]
             lines.append("  ".join([*columns, verdict]).rstrip())
         lines.insert(1, "-" * max(map(len, lines)))
+        return [*lines, "", self._about(), *self.notes]
+
+    def markdown(self, parts: Collection[str] | None = None) -> str:
+        """What has a target, as a table for a page; of these parts only."""
+        lines = ["| work | here | beside | ratio | target |", "|---|--:|---|--:|--:|"]
+        work = ""
+        for row in self.rows:
+            if not row.work.startswith(" "):
+                work = row.work or work
+            if row.hit is None or (parts is not None and row.part not in parts):
+                continue
+            result = row.result or row.here
+            rival = f"{row.rival} ({row.its})" if row.rival else ""
+            target = row.target if row.hit else f"{row.target}, missed"
+            name = f"{work}: {row.work.strip()}" if row.work.startswith(" ") else work
+            cells = (name, row.here if row.result else "", rival, result, target)
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join([*lines, "", f"{self._about()}.", ""])
+
+    def _about(self) -> str:
         missed = sum(row.hit is False for row in self.rows)
         hits = sum(row.hit is True for row in self.rows)
         about = (
-            f"Linux {platform.release()} {platform.machine()}, CPython"
+            f"Linux {platform.release().partition('-')[0]} {platform.machine()}, CPython"
             f" {platform.python_version()}, {os.cpu_count()} CPUs; {hits} targets hit,"
             f" {missed} missed"
         )
         if self.smoke:
             about += "; a smoke run, whose figures mean little"
-        return [*lines, "", about, *self.notes]
+        return about
 
 
 def _sample(run: Run) -> float:
