@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -131,14 +132,14 @@ def recipe(environment: dict[str, str], tmp_path: Path) -> Callable[[str], Any]:
     return running
 
 
-def run(block: str, environment: dict[str, str], folder: Path) -> str:
+def run(block: str, environment: dict[str, str], folder: Path, seconds: float = 90) -> str:
     """A block that ends by itself; its output."""
     done = subprocess.run(
         ["bash", "-euc", block],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=seconds,
         env=environment,
         cwd=folder,
         start_new_session=True,
@@ -220,6 +221,43 @@ def test_ray_gets_all_its_ports_and_a_range_for_its_workers(recipe: Callable[[st
         used = [port for ports in head["ports"].values() for port in ports]
         held = [port for entry in running.held("ray-") for port in entry.ports]
         assert len(set(used)) == 10 and set(used) <= set(held) and len(held) == 72
+
+
+RAY_DRIVER = """\
+import json, psutil, ray
+from fastports import entries
+ray.init(address="auto", log_to_driver=False)
+
+@ray.remote
+def work(number):
+    return number * number
+
+assert ray.get([work.remote(number) for number in range(8)])[7] == 49
+listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
+held = {entry.label: list(entry.ports) for entry in entries()}
+print(json.dumps([sorted(listening), held]), flush=True)
+"""
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FASTPORTS_REAL_RAY"), reason="half a minute; set FASTPORTS_REAL_RAY"
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="Ray gets a network of its own, as root has them")
+def test_the_real_ray_runs_tasks_on_the_ports_it_was_given(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "driver.py").write_text(RAY_DRIVER)
+    (tmp_path / "programs" / "bin" / "ray").unlink()
+    (block,) = blocks("Ray", "bash")
+    block = block.replace("ray start --head --block", "sh -c 'ray start --head")
+    block = block.rstrip() + f" >&2 && {sys.executable} driver.py'"
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # for the names of UNIX sockets
+        environment |= {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        listening, held = json.loads(run(block, environment, tmp_path, seconds=240))
+    assert len(held["ray-worker"]) == 64 and set(held["ray-worker"]) & set(listening)
+    # the dashboard, its agents and the metrics come with ray[default] only
+    assert all(held[f"ray-{name}"][0] in listening for name in ("gcs", "node", "objects"))
 
 
 def test_each_xdist_worker_has_a_server(environment: dict[str, str], tmp_path: Path) -> None:
