@@ -34,17 +34,17 @@ PIP_LINE = "pip install 'fastports[etcd]'"
 PATIENCE = 2.0
 
 _METHODS = {
-    "txn": ("KV/Txn", "TxnRequest", "TxnResponse"),
-    "range": ("KV/Range", "RangeRequest", "RangeResponse"),
-    "grant": ("Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGrantResponse"),
-    "revoke": ("Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse"),
+    "txn": ("KV/Txn", "TxnResponse"),
+    "range": ("KV/Range", "RangeResponse"),
+    "grant": ("Lease/LeaseGrant", "LeaseGrantResponse"),
+    "revoke": ("Lease/LeaseRevoke", "LeaseRevokeResponse"),
     # A stream in the service's words. Called as a unary call it is one request, one answer and the
     # end of the stream on the wire, and needs no thread that feeds an iterator.
-    "keepalive": ("Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse"),
-    "time_to_live": ("Lease/LeaseTimeToLive", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse"),
-    "alarm": ("Maintenance/Alarm", "AlarmRequest", "AlarmResponse"),
-    "status": ("Maintenance/Status", "StatusRequest", "StatusResponse"),
-    "authenticate": ("Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse"),
+    "keepalive": ("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse"),
+    "time_to_live": ("Lease/LeaseTimeToLive", "LeaseTimeToLiveResponse"),
+    "alarm": ("Maintenance/Alarm", "AlarmResponse"),
+    "status": ("Maintenance/Status", "StatusResponse"),
+    "authenticate": ("Auth/Authenticate", "AuthenticateResponse"),
 }
 _CHANNEL_OPTIONS = (
     # A channel of our own, not one that the process shares: the state of its reconnects is ours.
@@ -245,6 +245,12 @@ def let_go(lock: Any) -> None:
 
 
 class Link:
+def _serialized(request: Any) -> bytes:
+    """A message as bytes; what is that already (see wire.py) goes as it is."""
+    raw: bytes = request if type(request) is bytes else request.SerializeToString()
+    return raw
+
+
     """One endpoint with its channel; ``answered`` tells whether it ever did."""
 
     __slots__ = ("answered", "channel", "endpoint", "methods", "watch")
@@ -256,7 +262,7 @@ class Link:
         self.methods: dict[str, Callable[..., Any]] = {
             name: channel.unary_unary(
                 "/etcdserverpb." + path,
-                request_serializer=getattr(rpc, request).SerializeToString,
+                request_serializer=_serialized,
                 response_deserializer=getattr(rpc, response).FromString,
             )
             for name, (path, request, response) in _METHODS.items()

@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, RegistryError, RegistryTimeout
 from ..retry import Retry
 from . import txn
 from .connection import Call, Connection, Credentials, parse_endpoints
-from .keys import Identity, Record, check_seconds, check_word, key, network_identity, root
+from .keys import Identity, Record, check_seconds, check_word, network_identity, root
 from .session import Session
 
 __all__ = ["EtcdRegistry"]
@@ -274,8 +274,7 @@ class EtcdRegistry:
             # about the range. The deadline ends them all.
             for _ in range(8):
                 lease = session.ensure_lease(call)
-                rpc = session.connection.rpc
-                request = txn.claim(rpc, records, lease, self._root(), search, strays)
+                request = txn.claim(records, lease, self._root(), search, strays)
                 sent = True
                 try:
                     answer = self.retry.call(
@@ -290,14 +289,14 @@ class EtcdRegistry:
                 if answer.succeeded:
                     session.confirm(records, lease)
                     return ()
-                found, strays = txn.occupied(answer, prefixes, lease)
+                found, strays = txn.occupied(answer, prefixes)
                 mine = [
-                    (start, port)
+                    kv
                     for start, first, last, _ in (part for r in records for part in r.parts)
                     for port in range(first, last + 1)
-                    if (start, port) in found
+                    if (kv := found[start].get(port)) is not None
                 ]
-                if mine and all(found[place] == lease for place in mine):
+                if mine and all(kv.lease == lease for kv in mine):
                     if self.retry.call(
                         lambda: self._stands(session, records, call), deadline=call.deadline
                     ):
@@ -305,7 +304,7 @@ class EtcdRegistry:
                         return ()
                     # Keys of ours for ports that we hold anew: a release, or a claim broken off, is
                     # still to reach etcd or did so late. Clear them away, then ask again.
-                    names = {key(start, port) for start, port in mine}
+                    names = {kv.key for kv in mine}
                     if not self.retry.call(
                         lambda names=names: session.clear(names, call),  # type: ignore[misc]
                         deadline=call.deadline,
@@ -330,7 +329,7 @@ class EtcdRegistry:
         self,
         session: Session,
         records: Sequence[Record],
-        found: dict[tuple[bytes, int], int],
+        found: dict[bytes, dict[int, Any]],
         search: tuple[int, int],
         call: Call,
     ) -> Collection[int]:
@@ -343,12 +342,15 @@ class EtcdRegistry:
 
     @staticmethod
     def _foreign(
-        found: dict[tuple[bytes, int], int], records: Sequence[Record], search: tuple[int, int]
+        found: dict[bytes, dict[int, Any]], records: Sequence[Record], search: tuple[int, int]
     ) -> set[int]:
         low, high = search
+        ports = set[int]().union(*found.values())
+        if all(low <= r.first and r.last <= high for r in records):
+            return ports
         return {
             port
-            for _, port in found
+            for port in ports
             if low <= port <= high or any(r.first <= port <= r.last for r in records)
         }
 

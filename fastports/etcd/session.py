@@ -16,7 +16,7 @@ from ..errors import LeaseLost, RegistryError, RegistryTimeout
 from ..events import CONTESTED, LEASES_LOST, count, emit, wanted
 from . import txn
 from .connection import Call, let_go
-from .keys import after, decode, key
+from .keys import decode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -503,15 +503,8 @@ class Session:
         self._purge(present - known, call)
 
     def _write(self, records: list[Record], lease: int, call: Call) -> None:
-        rpc = self.connection.rpc
         for batch in batches(records):
-            compares = [
-                txn.absent(rpc, key(start, first), after(start, last))
-                for start, first, last in txn.spans(batch)
-            ]
-            puts = txn.puts(rpc, batch, lease)
-            request = rpc.TxnRequest(compare=compares, success=txn.fold(rpc, puts, len(compares)))
-            if self._put(request, lease, call).succeeded:
+            if self._put(txn.write(batch, lease), lease, call).succeeded:
                 self._restored(batch, lease)
                 continue
             for record in batch:
@@ -534,7 +527,7 @@ class Session:
             found = txn.values(answer)
             chosen, rival = txn.runs([record], found)
             if all(
-                self._put(txn.write_runs(rpc, part, lease), lease, call).succeeded
+                self._put(txn.write_runs(part, lease), lease, call).succeeded
                 for part in portions(chosen)
             ):
                 break

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..errors import InvalidRequest
-from .keys import SPACES, after, key, port_of, prefix
+from . import wire
+from .keys import SPACES, after, key, prefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 MAX_OPERATIONS = 128
 
 
-def fold(rpc: Any, operations: list[Any], compares: int) -> list[Any]:
+def fold(operations: list[bytes], compares: int) -> list[bytes]:
     """Operations such that no level of the transaction has more than etcd allows."""
     if compares > MAX_OPERATIONS:
         raise InvalidRequest(
@@ -31,29 +32,18 @@ def fold(rpc: Any, operations: list[Any], compares: int) -> list[Any]:
         return operations
     for width in (64, 48, 32, 24, 16, 8):
         if max(compares, -(-count // width)) + width <= MAX_OPERATIONS:
-            return _wrap(rpc, operations, width)
+            return _wrap(operations, width)
     for width in (40, 24, 12):
         if max(compares, -(-count // width**2)) + 2 * width <= MAX_OPERATIONS:
-            return _wrap(rpc, _wrap(rpc, operations, width), width)
+            return _wrap(_wrap(operations, width), width)
     raise InvalidRequest(
         f"{count} ports in {compares} blocks are more than one transaction holds; ask for fewer",
         argument="blocks",
     )
 
 
-def _wrap(rpc: Any, operations: list[Any], width: int) -> list[Any]:
-    return [
-        rpc.RequestOp(request_txn=rpc.TxnRequest(success=operations[i : i + width]))
-        for i in range(0, len(operations), width)
-    ]
-
-
-def absent(rpc: Any, start: bytes, end: bytes) -> Any:
-    """True when no key stands in [start, end): counts as one operation, whatever the width."""
-    compare = rpc.Compare
-    return compare(
-        result=compare.EQUAL, target=compare.VERSION, key=start, range_end=end, version=0
-    )
+def _wrap(operations: list[bytes], width: int) -> list[bytes]:
+    return [wire.nested(operations[i : i + width]) for i in range(0, len(operations), width)]
 
 
 def carries(rpc: Any, start: bytes, end: bytes, value: bytes) -> Any:
@@ -62,15 +52,6 @@ def carries(rpc: Any, start: bytes, end: bytes, value: bytes) -> Any:
     return compare(
         result=compare.EQUAL, target=compare.VALUE, key=start, range_end=end, value=value
     )
-
-
-def puts(rpc: Any, records: Iterable[Record], lease: int) -> list[Any]:
-    operation, put = rpc.RequestOp, rpc.PutRequest
-    return [
-        operation(request_put=put(key=name, value=value, lease=lease))
-        for record in records
-        for name, value in record.items()
-    ]
 
 
 def spans(records: Iterable[Record]) -> list[tuple[bytes, int, int]]:
@@ -86,13 +67,12 @@ def spans(records: Iterable[Record]) -> list[tuple[bytes, int, int]]:
 
 
 def claim(
-    rpc: Any,
     records: Sequence[Record],
     lease: int,
     root: str,
     search: tuple[int, int],
     strays: Sequence[bytes] = (),
-) -> Any:
+) -> bytes:
     """Write all records under ``lease`` if no key stands on any of their ports.
 
     The failure branch answers with the keys of ``search`` (and of the records), one range for each
@@ -102,22 +82,28 @@ def claim(
     for start, first, last in spans(records):
         begin, end = key(start, first), after(start, last)
         for stray in sorted(stray for stray in strays if begin <= stray < end):
-            compares.append(absent(rpc, begin, stray))
+            compares.append(wire.absent(begin, stray))
             begin = stray + b"\0"
-        compares.append(absent(rpc, begin, end))
-    operations = puts(rpc, records, lease)
+        compares.append(wire.absent(begin, end))
     low = min(search[0], *(record.first for record in records))
     high = max(search[1], *(record.last for record in records))
-    failure = [
-        rpc.RequestOp(
-            request_range=rpc.RangeRequest(
-                key=key(start, low), range_end=after(start, high), keys_only=True
-            )
-        )
-        for start in read_prefixes(records, root)
+    return wire.transaction(
+        compares,
+        fold(wire.puts((part for r in records for part in r.parts), lease), len(compares)),
+        [
+            wire.keys_in(key(start, low), after(start, high))
+            for start in read_prefixes(records, root)
+        ],
+    )
+
+
+def write(records: Sequence[Record], lease: int) -> bytes:
+    """Write all records under ``lease`` if no key stands on any of their ports."""
+    compares = [
+        wire.absent(key(start, first), after(start, last)) for start, first, last in spans(records)
     ]
-    return rpc.TxnRequest(
-        compare=compares, success=fold(rpc, operations, len(compares)), failure=failure
+    return wire.transaction(
+        compares, fold(wire.puts((part for r in records for part in r.parts), lease), len(compares))
     )
 
 
@@ -128,19 +114,28 @@ def read_prefixes(records: Sequence[Record], root: str) -> list[bytes]:
 
 
 def occupied(
-    answer: Any, prefixes: Sequence[bytes], lease: int
-) -> tuple[dict[tuple[bytes, int], int], list[bytes]]:
-    """Who stands where, out of the failure branch of ``claim``: lease by (prefix, port), strays."""
-    found: dict[tuple[bytes, int], int] = {}
+    answer: Any, prefixes: Sequence[bytes]
+) -> tuple[dict[bytes, dict[int, Any]], list[bytes]]:
+    """Who stands where, out of the failure branch of ``claim``.
+
+    Returns
+    -------
+    dict
+        The key-value message (without a value) of each port, by prefix.
+    list of bytes
+        Keys that are no port's.
+    """
+    found: dict[bytes, dict[int, Any]] = {}
     strays: list[bytes] = []
     for start, response in zip(prefixes, answer.responses, strict=True):
         length = len(start)
-        for kv in response.response_range.kvs:
-            port = port_of(kv.key, length)
-            if port is None:
-                strays.append(kv.key)
+        ports = found[start] = {}
+        for kv in response.response_range.kvs:  # ten thousand where a range is full
+            tail = kv.key[length:]
+            if len(tail) == 5 and tail.isdigit() and 0 < (port := int(tail)) < 65536:
+                ports[port] = kv
             else:
-                found[start, port] = kv.lease
+                strays.append(kv.key)
     return found, strays
 
 
@@ -221,20 +216,18 @@ def runs(
     return made, rival
 
 
-def write_runs(rpc: Any, chosen: Sequence[tuple[bytes, int, int, bytes, bool]], lease: int) -> Any:
+def write_runs(chosen: Sequence[tuple[bytes, int, int, bytes, bool]], lease: int) -> bytes:
     """Write runs under ``lease`` if all of them are still as they were read."""
     compares = [
-        carries(rpc, key(start, first), after(start, last), value)
+        wire.carry(key(start, first), after(start, last), value)
         if ours
-        else absent(rpc, key(start, first), after(start, last))
+        else wire.absent(key(start, first), after(start, last))
         for start, first, last, value, ours in chosen
     ]
-    operations = [
-        rpc.RequestOp(request_put=rpc.PutRequest(key=key(start, port), value=value, lease=lease))
-        for start, first, last, value, _ in chosen
-        for port in range(first, last + 1)
-    ]
-    return rpc.TxnRequest(compare=compares, success=fold(rpc, operations, len(compares)))
+    operations = wire.puts(
+        ((start, first, last, value) for start, first, last, value, _ in chosen), lease
+    )
+    return wire.transaction(compares, fold(operations, len(compares)))
 
 
 def delete_runs(rpc: Any, chosen: Sequence[tuple[bytes, int, int, bytes, bool]]) -> Any:
