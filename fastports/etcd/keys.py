@@ -241,14 +241,23 @@ def encode(
     return raw, json.dumps(short, separators=(",", ":")).encode()
 
 
+_parse = json.JSONDecoder().raw_decode
+
+
 def decode(raw: bytes) -> dict[str, Any] | None:
     """The fields of a value; None for what is no JSON object of reasonable size."""
     if len(raw) > VALUE_LIMIT:
         return None
     try:
-        fields = json.loads(raw)
+        text = raw.decode()
+        fields, end = _parse(text)  # in half of the time that json.loads() takes
+        if end != len(text):
+            fields = json.loads(raw)
     except (ValueError, RecursionError):
-        return None
+        try:
+            fields = json.loads(raw)  # which knows of other encodings, and of blanks around it
+        except (ValueError, RecursionError):
+            return None
     return fields if isinstance(fields, dict) else None
 
 
@@ -263,27 +272,28 @@ class EntryReader:
         self._pids = pid_namespace()
         self._alive: dict[tuple[int, int], bool | None] = {}
         self._now = time.time()
+        from datetime import datetime, timezone  # 2 ms
+
+        self._moment, self._utc = datetime.fromisoformat, timezone.utc
 
     def alive(self, fields: Mapping[str, Any]) -> bool | None:
+        if fields.get("boot_id") != self._boot or fields.get("pid_namespace") != self._pids:
+            return None
         pid, start = fields.get("pid"), fields.get("start")
-        if (
-            not self._boot
-            or fields.get("boot_id") != self._boot
-            or fields.get("pid_namespace") != self._pids
-            or not isinstance(pid, int)
-            or not isinstance(start, int)
-        ):
+        if not self._boot or not isinstance(pid, int) or not isinstance(start, int):
             return None
         known = self._alive.get((pid, start), ...)
         if known is ...:
             known = self._alive[pid, start] = _runs(pid, start)
-        assert known is None or isinstance(known, bool)
         return known
 
     def entry(
-        self, fields: Mapping[str, Any], port: int, space: str, host_id: str, namespace: str
+        self, fields: dict[str, Any], port: int, space: str, host_id: str, namespace: str
     ) -> Entry | None:
-        """The block that a key and its fields tell of; None where they contradict each other."""
+        """The block that a key and its fields tell of; None where they contradict each other.
+
+        Its ``extra`` is ``fields``, with where it was found.
+        """
         get = fields.get
         first = get("first", port)
         size = get("size", 1)
@@ -299,6 +309,9 @@ class EntryReader:
         pid, start, label, host = get("pid"), get("start"), get("label"), get("host")
         if not isinstance(label, str):
             label = get("worker_id")
+        age, alive = self._age(get("reserved_at")), self.alive(fields)
+        fields["host_id"] = host_id
+        fields["namespace"] = namespace
         return Entry(
             first,
             first + size - 1,
@@ -307,19 +320,17 @@ class EntryReader:
             pid=pid if type(pid) is int and 0 < pid < 1 << 22 else 0,  # PID_MAX_LIMIT
             start=start if type(start) is int else 0,
             label=label if isinstance(label, str) else "",
-            age=self._age(get("reserved_at")),
-            alive=self.alive(fields),
-            extra={**fields, "host_id": host_id, "namespace": namespace},
+            age=age,
+            alive=alive,
+            extra=fields,
         )
 
     def _age(self, moment: object) -> float:
-        from datetime import datetime, timezone
-
         try:
             if isinstance(moment, str):
-                when = datetime.fromisoformat(moment)
+                when = self._moment(moment)
                 if when.tzinfo is None:
-                    when = when.replace(tzinfo=timezone.utc)
+                    when = when.replace(tzinfo=self._utc)
                 return max(0.0, self._now - when.timestamp())
             if isinstance(moment, (int, float)):
                 return max(0.0, self._now - moment)

@@ -63,62 +63,67 @@ class Scope:
         LookupError
             The key is in order but out of scope.
         """
+        port = port_of(raw, len(raw) - 5)
+        folder = self.folder(raw[:-5])
+        if port is None or folder is None:
+            return None
+        if not self.covers(folder, port):
+            raise LookupError
+        return (*folder, port)
+
+    def folder(self, head: bytes) -> tuple[str, str, str] | None:
+        """(namespace, space, host) of a key without its port; None for a stranger's."""
         try:
-            version, namespace, space, host, _ = raw.decode().split("/")
+            version, namespace, space, host, end = head.decode().split("/")
         except ValueError:  # UnicodeDecodeError is one
             return None
-        port = port_of(raw, len(raw) - 5)
-        if version != "v1" or space not in ("ports", "ports-udp") or port is None or not host:
+        if version != "v1" or space not in ("ports", "ports-udp") or not host or end:
             return None
-        if raw[-6:-5] != b"/":
-            return None
-        if not self.first <= port <= self.last:
-            raise LookupError
-        if self.host is not None and host != self.host:
-            raise LookupError
-        return namespace, space, host, port
+        return namespace, space, host
+
+    def covers(self, folder: tuple[str, str, str], port: int) -> bool:
+        return self.first <= port <= self.last and self.host in (None, folder[2])
 
 
 class Reader:
-    """From keys and values to blocks; remembers the last value, which its neighbours share."""
+    """From keys and values to blocks; remembers the last key and value, for their neighbours."""
 
     def __init__(self, scope: Scope) -> None:
         self.skipped = 0
         self._scope = scope
         self._entries = EntryReader()
         self._head = b""
+        self._folder: tuple[str, str, str] | None = None
         self._value = b""
-        self._fields: dict[str, Any] | None = None
         self._found: tuple[Identity, Entry] | None = None
 
     def read(self, raw: bytes, value: bytes) -> tuple[Identity, Entry] | None:
         """The block that a key tells of; None if it is out of scope or a stranger's."""
         head = raw[:-5]
-        found = self._found
-        if found is not None and value == self._value and head == self._head:
-            tail = raw[-5:]
-            if tail.isdigit() and found[1].first <= int(tail) <= found[1].last:
-                port = int(tail)
-                return found if self._scope.first <= port <= self._scope.last else None
-        self._found = None
-        try:
-            place = self._scope.place(raw)
-        except LookupError:
-            return None
-        if place is None:
+        if head != self._head:
+            self._head, self._folder, self._found = head, self._scope.folder(head), None
+        folder = self._folder
+        port = port_of(raw, len(head))
+        if folder is None or port is None:
             self.skipped += 1
             return None
-        namespace, space, host, port = place
+        if not self._scope.covers(folder, port):
+            return None
+        found = self._found
+        if found and value == self._value and found[1].first <= port <= found[1].last:
+            return found
+        namespace, space, host = folder
         fields = decode(value)
         entry = self._entries.entry(fields, port, space, host, namespace) if fields else None
         if not fields or not entry:
+            self._found = None
             self.skipped += 1
             return None
         token = fields.get("token")
         name: Identity = (
             namespace, host, token if isinstance(token, str) else f"{space} {port}", entry.first
         )  # fmt: skip
-        self._head, self._value = head, value
+        self._value = value
         self._found = name, entry
         return self._found
 
