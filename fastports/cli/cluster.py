@@ -84,6 +84,9 @@ def registry(
     """
     from ..etcd import EtcdRegistry  # 15 ms; the client and gRPC come with the first call
 
+    if on_lost is None:  # not of `run`, whose program has this environment
+        # Failed handshakes are gRPC's to log otherwise, four lines for one of ours.
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     namespace = options["namespace"]
     if every and namespace == "*":
         namespace = None

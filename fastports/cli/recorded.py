@@ -41,10 +41,10 @@ def ls_etcd(options: Options) -> int:
             where = "any namespace" if every else f"the namespace {printable(namespace)!r}"
             say(f"no ports are recorded in {where}.")
         if listing.skipped:
-            keys = "key is" if listing.skipped == 1 else "keys are"
+            one = listing.skipped == 1
             say(
-                f"{listing.skipped} {keys} not in a form that fastports can list; their ports are"
-                " taken all the same."
+                f"{listing.skipped} {'key is' if one else 'keys are'} not in a form that fastports"
+                f" can list; {'its port is' if one else 'their ports are'} taken all the same."
             )
     return 0
 

@@ -72,6 +72,9 @@ _WORDS = (
     ("give cert= the path", "set FASTPORTS_ETCD_CERT to the path"),
     ("give key= the path", "set FASTPORTS_ETCD_KEY to the path"),
     ("give host_id=,", "set FASTPORTS_ETCD_HOST_ID,"),
+    ("give ca= the certificate", "set FASTPORTS_ETCD_CA to the path of the certificate"),
+    ("write https://, and give ca=", "write https://, and set FASTPORTS_ETCD_CA"),
+    ("give user= and password=", "set FASTPORTS_ETCD_USER and FASTPORTS_ETCD_PASSWORD"),
     (
         "give one, or set FASTPORTS_ETCD_ENDPOINTS",
         "give it to --etcd, or set FASTPORTS_ETCD_ENDPOINTS",

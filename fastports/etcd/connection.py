@@ -9,6 +9,7 @@ in again, waits for ever without a timeout, and lets part of the errors through 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 import time
@@ -244,13 +245,13 @@ def let_go(lock: Any) -> None:
         lock.release()
 
 
-class Link:
 def _serialized(request: Any) -> bytes:
     """A message as bytes; what is that already (see wire.py) goes as it is."""
     raw: bytes = request if type(request) is bytes else request.SerializeToString()
     return raw
 
 
+class Link:
     """One endpoint with its channel; ``answered`` tells whether it ever did."""
 
     __slots__ = ("answered", "channel", "endpoint", "methods", "watch")
@@ -265,7 +266,7 @@ def _serialized(request: Any) -> bytes:
                 request_serializer=_serialized,
                 response_deserializer=getattr(rpc, response).FromString,
             )
-            for name, (path, request, response) in _METHODS.items()
+            for name, (path, response) in _METHODS.items()
         }
         # The same thought as for keepalive: one request, then answers as long as they come.
         self.watch: Callable[..., Any] = channel.unary_stream(
@@ -558,12 +559,11 @@ class Connection:
         raise error
 
     def ask_one(self, link: Link, name: str, request: Any, call: Call) -> Any:
-        """One call to one endpoint and no other."""
+        """One call to one endpoint and no other, whether it has a leader or not."""
+        metadata = [pair for pair in self._metadata if pair[0] != "hasleader"]
         try:
             return self._runner.run(
-                lambda seconds: link.methods[name](
-                    request, timeout=seconds, metadata=self._metadata
-                ),
+                lambda seconds: link.methods[name](request, timeout=seconds, metadata=metadata),
                 max(0.0, call.remaining),
             )
         except Late:
@@ -616,10 +616,25 @@ def _channels_of(client: Any) -> list[tuple[str, Any]]:
     return [(str(getattr(client, "_url", "the client's endpoint")), channel)]
 
 
+# What gRPC says before it comes to the point.
+_PREAMBLE = re.compile(
+    r"^failed to connect to all addresses; last error: (?:[A-Z]+: )?(?:ipv[46]:\S+: )?"
+    r"(?:Failed to connect to remote host: )?"
+)
+_LOOK = "see that it runs and that the endpoint is right"
+# What it means, by a part of gRPC's words.
+_CURES = (
+    ("CERTIFICATE_VERIFY_FAILED", "give ca= the certificate of whoever signed that of etcd"),
+    ("Handshake read failed", "it may want no TLS: write http:// instead of https://"),
+    ("Socket closed", "it may want TLS: write https://, and give ca="),
+    ("before receiving SETTINGS", "something listens there but is silent: see that etcd runs"),
+    ("Expected SETTINGS frame", "what answers there is no etcd: check the endpoint"),
+)
+
 # What etcd or gRPC says when the request certainly did nothing.
 _NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "no leader")
 _LOGIN_EXPIRED = ("invalid auth token", "revision of auth store is old")
-_NOT_LET_IN = ("authentication failed", "permission denied", "user name is empty", "not permitted")
+_NOT_LET_IN = ("authentication failed", "permission denied", "not permitted")
 
 
 def _silent(link: Link, words: str) -> RegistryError:
@@ -646,11 +661,14 @@ def translate(exc: Any, link: Link) -> RegistryError:
     where = link.endpoint
     if code == "UNAVAILABLE":
         sent = not any(text in words for text in _NEVER_SENT)
+        words = _PREAMBLE.sub("", words)
+        if "no leader" in words:
+            text = f"etcd at {where} has no leader ({words}); see that most members of it run"
+        else:
+            cure = next((cure for sign, cure in _CURES if sign in words), _LOOK)
+            text = f"etcd at {where} cannot be reached ({words}); {cure}"
         return RegistryUnavailable(
-            f"etcd at {where} cannot be reached ({words}); see that it runs and that the endpoint "
-            "is right",
-            endpoint=where,
-            outcome="unknown" if sent else "not-applied",
+            text, endpoint=where, outcome="unknown" if sent else "not-applied"
         )
     if code == "DEADLINE_EXCEEDED":
         return _silent(link, words)
@@ -660,6 +678,10 @@ def translate(exc: Any, link: Link) -> RegistryError:
             "password=, or a function that makes a client",
             endpoint=where,
             retryable=True,
+        )
+    if "user name is empty" in words:
+        return RegistryDenied(
+            f"etcd at {where} wants a login ({words}); give user= and password=", endpoint=where
         )
     if code == "PERMISSION_DENIED" or any(text in words for text in _NOT_LET_IN):
         return RegistryDenied(

@@ -157,10 +157,18 @@ def _remainders(
                 and entry is not None
                 and entry.age > older_than
             ):
-                reason = f"it has no lease and was recorded {entry.age:.0f} s ago"
+                reason = f"it has no lease and was recorded {ago(entry.age)}"
             if reason:
                 name = kv.key.decode(errors="surrogateescape")
                 yield Remainder(name, reason, entry, kv.mod_revision)
+
+
+def ago(seconds: float) -> str:
+    """A past time in the largest unit of which there are two or more."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 class Finding:
@@ -210,10 +218,10 @@ def diagnose(registry: EtcdRegistry, *, timeout: float = 3.0) -> Iterator[Findin
     endpoints = registry._parsed or (None,) * len(connection.links())
     reached = 0
     for link, endpoint in zip(connection.links(), endpoints, strict=False):
-        for finding in _endpoint(connection, link, timeout):
-            reached += finding.level != BAD and finding.topic == "etcd"
-            yield finding
-        if endpoint is not None:
+        findings = list(_endpoint(connection, link, timeout))
+        yield from findings
+        reached += all(finding.level != BAD for finding in findings)
+        if endpoint is not None and findings[0].level != BAD:
             yield from _clock(registry, endpoint, timeout)
     if reached:
         try:

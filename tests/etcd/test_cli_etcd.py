@@ -262,10 +262,14 @@ def test_ls_counts_what_it_cannot_read_and_is_not_fooled_by_it(
         json.dumps({"label": "\x1b[31mred\n", "hostname": "a\tb\r" + 99 * "x", "pid": -5}),
     )  # fmt: skip
     done = fastports("ls", *where(etcd_server, namespace))
-    assert "3 keys are not in a form" in done.stderr
+    assert "3 keys are not in a form that fastports can list; their ports are" in done.stderr
     assert done.stdout.count("\n") == 2 and done.stdout.isprintable() is False
     assert "\x1b" not in done.stdout and "\t" not in done.stdout and "\r" not in done.stdout
     assert "?[31mred?" in done.stdout
+    for name in ("20001", "20003"):
+        etcd_server.ctl("del", start + name)
+    done = fastports("ls", *where(etcd_server, namespace))
+    assert "1 key is not in a form that fastports can list; its port is" in done.stderr
 
 
 def test_ls_shows_what_dynamos_allocator_recorded(etcd_server: Etcd, namespace: str) -> None:
@@ -408,6 +412,10 @@ def test_login_and_certificates_come_from_the_environment(tmp_path: Path) -> Non
         assert fastports("run", "-q", "--", "true", env=environment).stderr == ""
         text = " ".join(fastports("doctor", "--etcd", env=environment).stdout.split())
         assert "user 'launcher' may read the namespace 'default', which has" in text
+        untrusted = dict(environment, FASTPORTS_ETCD_ENDPOINTS=server.url, FASTPORTS_ETCD_CA="")
+        for words in (["ls", "--etcd"], ["gc", "--etcd"]):
+            done = fastports(*words, status=1, env=untrusted)
+            assert "set FASTPORTS_ETCD_CA" in done.stderr and done.stderr.count("\n") == 1
         for changed, status, part in (
             ({"FASTPORTS_ETCD_PASSWORD": "wrong"}, 1, "check FASTPORTS_ETCD_USER"),
             ({"FASTPORTS_ETCD_USER": "stranger"}, 1, "check FASTPORTS_ETCD_USER"),

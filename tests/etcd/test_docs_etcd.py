@@ -47,7 +47,7 @@ def normal(text: str) -> str:
         (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+", "MOMENT"),
         (rf"\b{name}\b|\bnode-3\b", "NODE"),
         (r"\d+(\.\d+)? ?m?s\b", "TIME"),
-        (r"\d+ s ago", "AGE ago"),
+        (r"\d+ (s|minutes|hours|days) ago", "AGE ago"),
         (r"\d{2,}", "#"),
         (r" {2,}", " "),
     ):

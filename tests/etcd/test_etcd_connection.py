@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,37 @@ def test_a_server_that_another_ca_signed_is_not_trusted(
         registry.claim([block(20000)], search=SEARCH, timeout=2)
 
 
+def test_a_wrong_scheme_and_a_stranger_at_the_endpoint_are_told_apart(
+    tls_etcd: Etcd, etcd_server: Etcd, namespace: str
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), Deaf) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            for url, words in (
+                (f"http://{tls_etcd.endpoint}", "may want TLS"),
+                (f"https://{etcd_server.endpoint}", "may want no TLS"),
+                (f"https://{tls_etcd.endpoint}", "whoever signed"),
+                (f"http://127.0.0.1:{server.server_port}", "no etcd"),
+            ):
+                with (
+                    EtcdRegistry(url, namespace=namespace) as registry,
+                    pytest.raises(RegistryUnavailable, match=words) as caught,
+                ):
+                    registry.claim([block(20000)], search=SEARCH, timeout=20)
+                assert "last error" not in str(caught.value)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Deaf(BaseHTTPRequestHandler):
+    """A server that knows HTTP/1 alone, and nothing to log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 def test_certificates_and_plain_http_contradict_each_other(pem: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest):
         EtcdRegistry("http://127.0.0.1:1", ca=pem["ca.pem"])
@@ -344,7 +376,7 @@ def test_certificates_and_plain_http_contradict_each_other(pem: dict[str, str]) 
 @pytest.mark.parametrize(
     ("login", "words"),
     [
-        ({}, "user name is empty"),
+        ({}, r"wants a login \(etcdserver: user name is empty\)"),
         ({"user": "launcher", "password": "wrong"}, "authentication failed"),
         ({"user": "nobody", "password": "pw"}, "authentication failed"),
         ({"user": "stranger", "password": "pw"}, "permission denied"),

@@ -13,9 +13,10 @@ import pytest
 
 from fastports.errors import InvalidRequest
 from fastports.etcd import EtcdRegistry, gc
+from fastports.etcd.upkeep import ago
 
 from .conftest import block
-from .servers import Etcd, certificates, enable_auth, etcd
+from .servers import Etcd, certificates, enable_auth, etcd, wait_for
 
 SEARCH = (20000, 29999)
 
@@ -144,6 +145,42 @@ def test_diagnose_tells_each_endpoint_apart(etcd_server: Etcd, namespace: str) -
     assert found["rights"]
     assert [level for level, _ in alone["etcd"]] == ["BAD"]
     assert set(alone) == {"etcd"}
+
+
+def test_diagnose_tells_of_a_member_that_has_lost_its_leader(
+    cluster: list[Etcd], namespace: str
+) -> None:
+    for member in cluster[1:]:
+        member.kill()
+
+    def leaderless() -> dict[str, list[tuple[str, str]]] | None:
+        with EtcdRegistry(cluster[0].endpoint, namespace=namespace) as registry:
+            found = report(registry)
+        return found if "leader" in found else None
+
+    found = wait_for(leaderless, 20)
+    assert found["etcd"][0][0] != "BAD" and " ms; etcd 3." in found["etcd"][0][1]
+    ((level, text),) = found["leader"]
+    assert level == "BAD" and "too few members" in text
+    assert "rights" not in found  # nobody there could tell
+    other = cluster[1].start()
+    assert other.healthy() and report_of(cluster[0], namespace)["rights"][0][0] == "ok"
+
+
+def report_of(server: Etcd, namespace: str) -> dict[str, list[tuple[str, str]]]:
+    with EtcdRegistry(server.endpoint, namespace=namespace) as registry:
+        return report(registry)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0, "0 s ago"), (119, "119 s ago"), (120, "2 minutes ago"), (7199, "119 minutes ago"),
+        (7200, "2 hours ago"), (172_799, "47 hours ago"), (26_370_128, "305 days ago"),
+    ],
+)  # fmt: skip
+def test_a_past_time_is_told_in_a_unit_that_can_be_read(seconds: float, words: str) -> None:
+    assert ago(seconds) == words
 
 
 def test_diagnose_tells_a_refused_login_and_missing_rights(namespace: str) -> None:

@@ -87,7 +87,9 @@ def test_any_records_and_strays_make_the_message_they_stand_for() -> None:
         start = b"v1/n/ports/10.0.0.1/"
         stray = key(start, records[0].first) + b"7"
         lease = draw.randint(1, 2**63 - 1)
-        request = RPC.TxnRequest.FromString(txn.claim(records, lease, "v1/n", (20000, 29999), [stray]))
+        request = RPC.TxnRequest.FromString(
+            txn.claim(records, lease, "v1/n", (20000, 29999), [stray])
+        )
         assert flat(request.success) == written(records, lease)
         expected = []
         for _, first, last in txn.spans(records):
