@@ -47,8 +47,8 @@ s = serve(int(sys.argv[1])); u = serve(int(sys.argv[1]), kind=socket.SOCK_DGRAM)
 signal.signal(signal.SIGTERM, signal.SIG_IGN); s = serve(int(sys.argv[1])); time.sleep(100)
 """,
     "graceful": """
-s = serve(int(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *a: (print("bye", flush=True), sys.exit(5)))
+s = serve(int(sys.argv[1]))
 while True: time.sleep(1)
 """,
     # stays for a moment after SIGTERM, to see whether it comes again
