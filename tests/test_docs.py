@@ -167,3 +167,13 @@ def test_fish_completes_from_the_help(line: str, expected: set[str], tmp_path: P
     )
     assert done.stderr == ""
     assert {offer.split("\t")[0] for offer in done.stdout.splitlines()} == expected
+
+
+def test_the_tests_behind_each_promise_are_there() -> None:
+    page = (DOCS / "handoff.md").read_text()
+    names = set(re.findall(r"`(test_\w+)`", page))
+    assert len(names) > 15
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert {name for name in names if f"def {name}(" not in source} == set()
+    files = re.findall(r"`(tests/\w+\.py)`", page)
+    assert all((DOCS.parent / name).exists() for name in files) and files

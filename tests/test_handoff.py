@@ -626,6 +626,22 @@ def test_the_stated_limit_a_reuse_address_stranger_enters_before_the_child_and_i
     assert enter("0.0.0.0", block.first, reuse_address=True) is None
 
 
+def test_the_stated_limit_in_close_mode_any_program_enters_before_the_child_and_is_told(
+    block: PortBlock,
+) -> None:
+    argv = ["sh", "-c", 'read line; exec "$@"', "sh", *program("plain", "{port}")]
+    with block.spawn(argv, wait=None, handoff="close", stdin=PIPE, stderr=PIPE) as child:
+        with pytest.raises(fastports.PortsUnavailable):
+            fastports.reserve(block.first)  # who uses fastports does not
+        stranger = enter("0.0.0.0", block.first)
+        assert stranger is not None and child.stdin is not None
+        with stranger, pytest.raises(HandoffError) as told:
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            child.wait_listening(30)
+    assert told.value.port == block.first
+
+
 def test_a_stranger_on_another_address_of_the_port_is_told(block: PortBlock) -> None:
     block.open_door()
     with socket.socket() as stranger:
