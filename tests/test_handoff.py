@@ -829,6 +829,22 @@ time.sleep(100)
         pass
 
 
+@pytest.mark.parametrize("handoff", MODES)
+def test_a_launcher_without_standard_descriptors_hands_over_in_every_mode(handoff: str) -> None:
+    """Its own sockets are 0, 1 and 2 then, not to be confused with the child's."""
+    code = """
+import fcntl, socket
+out = fcntl.fcntl(1, fcntl.F_DUPFD, 50)
+for fd in (0, 1, 2):
+    os.close(fd)
+with fastports.allocate(1) as block:
+    with block.spawn(program("server", "{port}"), handoff=sys.argv[1]) as child:
+        with socket.create_connection(("127.0.0.1", block.first), 10) as client:
+            os.write(out, b"%d" % (int(client.recv(20)) == child.pid))
+"""
+    assert output(code, handoff) == "1"
+
+
 @pytest.mark.parametrize("name", ["graceful", "daemon"])
 def test_a_launcher_that_exits_ends_its_children_in_order(name: str) -> None:
     code = """
