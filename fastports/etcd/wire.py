@@ -69,7 +69,7 @@ def transaction(
     """TxnRequest."""
     made: list[bytes] = []
     for tag, parts in ((b"\x0a", compares), (b"\x12", success), (b"\x1a", failure)):
-        length = -1
+        length, head = -1, b""
         for part in parts:
             if len(part) != length:
                 length = len(part)
