@@ -56,14 +56,21 @@ class Runner:
         if threading.current_thread() is not threading.main_thread():
             return work(limit)
         job = _Job(work, time.monotonic() + limit)
-        self._jobs.put(job)
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._serve, name="fastports-etcd-calls", daemon=True
                 )
-                thread.start()
-                self._thread = thread
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:
+                    pass  # the interpreter is at its exit (from Python 3.12 on): there is no other
+            served = self._thread is not None
+            if served:
+                self._jobs.put(job)
+        if not served:
+            return work(limit)
         # The call ends by itself at its deadline; the extra is for the way back.
         if not job.done.acquire(timeout=limit + 0.05):
             raise Late

@@ -104,13 +104,18 @@ def test_when_etcd_refuses_no_port_stays_held(namespace: str) -> None:
 
 
 CHILD = """
-    import sys, time, fastports
+    import sys, threading, time, fastports
     from fastports.etcd import EtcdRegistry
-    registry = EtcdRegistry(sys.argv[1], namespace=sys.argv[2], ttl=2)
+    ttl = 2 if sys.argv[3] == "stay" else 60
+    registry = EtcdRegistry(sys.argv[1], namespace=sys.argv[2], ttl=ttl)
     block = fastports.Allocator(registry=registry).allocate(4)
     print(block.first, flush=True)
     if sys.argv[3] == "stay":
         sys.stdin.read()
+    while sys.argv[3] == "leave later" and any(
+        thread.name == "fastports-etcd-calls" for thread in threading.enumerate()
+    ):
+        time.sleep(0.01)
 """
 
 
@@ -132,8 +137,9 @@ def end(child: subprocess.Popen[str]) -> None:
     child.communicate()
 
 
-def test_a_normal_exit_revokes_at_once(etcd_server: Etcd, namespace: str) -> None:
-    child = launcher(etcd_server, namespace, "leave")
+@pytest.mark.parametrize("how", ["leave", "leave later"])  # later there is no thread for calls
+def test_a_normal_exit_revokes_at_once(etcd_server: Etcd, namespace: str, how: str) -> None:
+    child = launcher(etcd_server, namespace, how)
     try:
         first_port(child)
         assert child.wait(20) == 0
