@@ -691,7 +691,9 @@ cdef int perform(
     """Bind or listen on the fetched socket; 0 or minus errno. The lock is held.
 
     Taking SO_REUSEADDR from the child's socket afterwards keeps others out of one that is bound and
-    does not listen yet.
+    does not listen yet. One that listens keeps it: nobody gets in beside a listener or beside the
+    hold, and the connections inherit it, so that those left in TIME_WAIT (tw_reuse) do not keep the
+    program from its port when it starts again.
     """
     cdef int had = option(sock, SOL_SOCKET, SO_REUSEADDR)
     cdef int result
@@ -707,7 +709,7 @@ cdef int perform(
         result = beside(st, call, sock, raw, size, covering, n)
     else:
         result = through(st, call, sock, raw, size, covering, n)
-    if had == 0:
+    if had == 0 and (call.nr == FP_NR_BIND or result != 0):
         set_option(sock, SO_REUSEADDR, 0)
     st.performed += 1
     return result

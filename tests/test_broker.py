@@ -111,7 +111,7 @@ def test_no_stranger_enters_before_between_and_after_the_calls(launch: Launcher)
 
 
 @pytest.mark.parametrize("set_before", [0, 1])
-def test_the_childs_reuse_address_option_is_as_the_child_left_it(
+def test_the_childs_reuse_address_option_is_as_the_child_left_it_until_it_listens(
     launch: Launcher, set_before: int
 ) -> None:
     held = hold()
@@ -125,7 +125,7 @@ def test_the_childs_reuse_address_option_is_as_the_child_left_it(
         sock.listen()
         return [first, sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)]
 
-    assert launch.ask(launch.block(held), child) == [set_before, set_before]
+    assert launch.ask(launch.block(held), child) == [set_before, 1]
     assert held.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 0
     assert entrances(port) == []
 
@@ -423,6 +423,37 @@ def test_a_program_binds_closes_binds_again_and_restarts_over_time_wait(launch: 
             assert sock.recv(1) == b""
         assert started.answer() == "closed"
         started.close()
+
+
+def test_a_plain_binder_restarts_over_time_wait_too_and_lets_nobody_in(launch: Launcher) -> None:
+    held = hold()
+    port = port_of(held)
+    block = launch.block(held)
+
+    def child(say: Callable[[object], None]) -> object:
+        with socket.socket() as sock:
+            sock.bind(("0.0.0.0", port))
+            say(sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
+            sock.listen()
+            say("up")
+            peer, _ = sock.accept()
+            peer.close()
+            sock.shutdown(socket.SHUT_RDWR)  # listens no more: only the hold is left
+            say("shut")
+            signal.pause()
+        return None
+
+    for _ in range(3):
+        started = launch.start(block, child)
+        assert started.answer() == 0
+        assert started.answer() == "up"
+        assert enter("0.0.0.0", port, reuse_address=True) is None
+        with socket.create_connection(("127.0.0.1", port), 5) as sock:
+            assert sock.recv(1) == b""
+        assert started.answer() == "shut"
+        assert enter("0.0.0.0", port, reuse_address=True) is None
+        started.close()
+        assert enter("0.0.0.0", port, reuse_address=True) is None
 
 
 # ------------------------------------------------------------------ SO_REUSEPORT
@@ -1130,7 +1161,7 @@ def test_without_net_raw_the_broker_works_through_a_door_open_for_the_call() -> 
             door = held.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
             return [_broker.stays_shut(), answer, door, entrances(port)]
 
-    assert in_process(run) == [False, 0, 0, []]
+    assert in_process(run) == [False, 1, 0, []]
 
 
 def test_a_stranger_that_slipped_in_beside_a_bind_does_not_cost_the_child_its_port() -> None:
