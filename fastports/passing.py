@@ -58,7 +58,7 @@ _HEADER = Struct("!8sBHHHI")
 _MAGIC = b"fports/1"
 _OFFER, _READY, _REFUSED, _TAKE = range(1, 5)
 
-_CROSSING = 253  # SCM_MAX_FD (unix(7))
+_CROSSING = 252  # SCM_MAX_FD is 253 (unix(7)); musl's sendmsg takes 1,024 bytes of them
 _BODY = 16384  # bytes of one part: a packet must fit into a socket's buffer
 _PARTS = 1024  # more than 65535 ports of both protocols take
 _BYE = b"it gave up."
