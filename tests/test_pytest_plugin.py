@@ -172,8 +172,8 @@ test_2 = test_1
 def test_a_failure_shows_what_its_servers_printed_and_no_frame_of_ours(tmp_path: Path) -> None:
     source = f"""
 def test_1(server, session_server):
-    session_server({SERVER})
-    server({SERVER}, size=2)
+    session_server({TALKER})
+    server({TALKER}, size=2)
     assert 1 == 2
 def test_2(server):
     server(["sh", "-c", "echo out; echo sorry >&2; exit 3"])
@@ -185,12 +185,12 @@ def test_4(server):
     code, output = run(tmp_path, source)
     assert code == 1
     first, second, third, fourth = re.split(r"_{10,} test_\d _{10,}", output)[1:]
-    assert first.count("Serving HTTP on") == 2
+    assert first.count("\nI am a server\n") == 2
     assert second.count("Captured output of sh on") == 1
     assert "out\nsorry\n" in second
     assert "HandoffError: sh ended with status 3" in second
     assert "child.py" not in second and "pytest_plugin.py" not in second
-    assert third.count("Serving HTTP on") == 1
+    assert third.count("\nI am a server\n") == 1
     assert "Captured" not in fourth.partition("short test summary")[0]
 
 
