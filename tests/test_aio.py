@@ -655,7 +655,7 @@ def test_calls_that_wait_for_a_registry_take_few_threads_and_none_of_the_loop_s(
         async def others() -> None:
             await loops.current().sleep(0.0)
             await until(ledger.asked.is_set, loops.current().sleep)
-            async with aio.allocate(100):  # needs a worker thread
+            async with aio.allocate(30):  # needs a worker thread, and little room among others
                 assert found == []
             at_it = [t for t in threading.enumerate() if t.ident in ledger.threads]
             assert 1 <= len(at_it) <= loops.APART
