@@ -145,14 +145,15 @@ class Table:
         lines = ["| work | here | beside | ratio | target |", "|---|--:|---|--:|--:|"]
         work = ""
         for row in self.rows:
-            if not row.work.startswith(" "):
+            part = row.work.lstrip(" .")  # of the row before, where it begins with a space or dots
+            if part == row.work:
                 work = row.work or work
             if row.hit is None or (parts is not None and row.part not in parts):
                 continue
             result = row.result or row.here
             rival = f"{row.rival} ({row.its})" if row.rival else ""
             target = row.target if row.hit else f"{row.target}, missed"
-            name = f"{work}: {row.work.strip()}" if row.work.startswith(" ") else work
+            name = f"{work}: {part}" if part and part != row.work else work
             cells = (name, row.here if row.result else "", rival, result, target)
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join([*lines, "", f"{self._about()}.", ""])
