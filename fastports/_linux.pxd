@@ -149,11 +149,6 @@ cdef extern from "<signal.h>" nogil:
     int SIGCHLD, SIGKILL, SIG_SETMASK
     ctypedef struct sigset_t:
         pass
-    ctypedef void (*handler_t "__sighandler_t")(int) noexcept nogil
-    handler_t SIG_DFL
-    struct action "sigaction":
-        handler_t sa_handler
-    int sigaction(int number, const action* new, action* old)
     int sigemptyset(sigset_t* signals)
     int sigfillset(sigset_t* signals)
     int sigprocmask(int how, const sigset_t* new, sigset_t* old)

@@ -261,7 +261,6 @@ cdef bint orphaned(Order* order) noexcept nogil:
 
 cdef int child(void* argument) noexcept nogil:
     cdef Order* order = <Order*>argument
-    cdef c.action action
     cdef uint64_t[4] default  # the kernel's struct sigaction, all zero: SIG_DFL
     cdef c.sigset_t none
     cdef int number, leash
@@ -269,14 +268,11 @@ cdef int child(void* argument) noexcept nogil:
     cdef char** program = order.programs
 
     # Every signal is blocked still, so that no handler of the launcher can run in its memory here.
-    memset(&action, 0, sizeof(action))
+    # By the bare call: sigaction(3) refuses the two that the C library keeps for itself; ignored, as
+    # its posix_spawn leaves them to children of a program with handlers for them, they would stay
+    # so after exec.
     memset(&default, 0, sizeof(default))
-    action.sa_handler = c.SIG_DFL
     for number in range(1, 65):
-        c.sigaction(number, &action, NULL)
-    # The C library keeps two for itself and refuses them; ignored, as its posix_spawn leaves them
-    # to children of a program with handlers for them, they would stay so after exec.
-    for number in range(32, 34):
         c.syscall(c.SYS_rt_sigaction, number, &default, NULL, 8)
 
     order.stage = GROUP
