@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from .. import aio
 from ..errors import InvalidRequest, PortsUnavailable
 from ..etcd import EtcdRegistry
-from ..etcd.keys import check_word
+from ..etcd.keys import check_encodable, check_word
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -186,13 +186,7 @@ def _text(argument: str, value: object) -> str:
         raise InvalidRequest(
             f"{argument} is a string, not {value!r}", argument=argument, value=value
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as exc:
-        raise InvalidRequest(
-            f"{argument} {value!r} cannot be written as UTF-8", argument=argument, value=value
-        ) from exc
-    return value
+    return check_encodable(argument, value)
 
 
 # --- the runtime ---

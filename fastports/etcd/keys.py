@@ -46,6 +46,11 @@ def check_word(argument: str, value: object, longest: int = 200) -> str:
             argument=argument,
             value=value,
         )
+    return check_encodable(argument, value)
+
+
+def check_encodable(argument: str, value: str) -> str:
+    """Text that UTF-8 can write: lone surrogates, as of undecodable arguments, it cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as exc:
