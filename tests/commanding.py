@@ -151,6 +151,15 @@ class Terminal:
 
 
 @contextmanager
+def shell() -> Iterator[Terminal]:
+    """An interactive Bash on a terminal of its own, at its prompt."""
+    argv = ("/bin/bash", "--norc", "--noprofile", "-i")
+    with terminal(*argv, env={"PS1": "$ "}) as term:
+        term.expect("$ ")
+        yield term
+
+
+@contextmanager
 def terminal(*argv: str, env: Mapping[str, str] | None = None) -> Iterator[Terminal]:
     """A program on a terminal of its own, killed at the end of the block."""
     import fcntl

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commanding import COMMAND, fastports, running, terminal
+from commanding import COMMAND, fastports, running, shell, terminal
 from worlds import can_bind, network, root_only, time_wait, wait_until
 
 from fastports import allocate, entries
@@ -569,8 +569,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_program_once() -> None:
 
 def test_ctrl_z_stops_it_and_fg_goes_on() -> None:
     command = " ".join(COMMAND)
-    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
-        term.expect("$ ")
+    with shell() as term:
         term.type(f"{command} run --wait 0 -- cat; echo status=$?\n")
         term.expect("has port")
         term.type("one\n")
@@ -598,8 +597,7 @@ while True:
     print("read", input())
 """)
     command = " ".join([*COMMAND, "run", "-q", "--wait", "0", "--", *PYTHON[:1], str(program)])
-    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
-        term.expect("$ ")
+    with shell() as term:
         term.type(f"{command}\n")
         term.expect("ready\r\n")
         (launcher,) = children(term.pid)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commanding import COMMAND, Running, fastports, running, terminal
+from commanding import COMMAND, Running, fastports, running, shell, terminal
 from programs import program
 from test_cli_run import ORPHANS, alive, children, gone, state
 from worlds import can_bind, root_only, wait_until
@@ -296,8 +296,7 @@ def test_a_terminal_that_is_gone_ends_it_and_ctrl_c_does_too() -> None:
 def test_a_terminal_that_is_gone_ends_it_behind_a_shell_too() -> None:
     # the shell leads the session: what it passes on looks like anybody's SIGHUP
     command = " ".join(COMMAND)
-    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
-        term.expect("$ ")
+    with shell() as term:
         term.type(f"{command} run --restart always --wait 0 -- sleep 100 &\n")
         term.expect("(pid ")
         pid = int(term.expect(")")[:-1])
@@ -310,8 +309,7 @@ def test_a_terminal_that_is_gone_ends_it_behind_a_shell_too() -> None:
 
 def test_ctrl_z_stops_all_and_fg_goes_on_with_all() -> None:
     command = " ".join(COMMAND)
-    with terminal("/bin/bash", "--norc", "--noprofile", "-i", env={"PS1": "$ "}) as term:
-        term.expect("$ ")
+    with shell() as term:
         term.type(f"{command} run --count 2 --wait 0 -- sleep 100\n")
         term.expect("has port")
         term.expect("has port")

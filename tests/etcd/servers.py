@@ -18,6 +18,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+#: The checkout.
+ROOT = str(Path(__file__).parents[2])
+
+
+class Talker:
+    """A process that is told lines, and answers each with one of JSON."""
+
+    def __init__(self, *argv: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+        )
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0, what: str = "") -> Any:
     """Poll until ``condition()`` is true and return its value; fail at the deadline."""

@@ -37,11 +37,10 @@ from fastports.errors import (
     RegistryUnavailable,
 )
 
-from .servers import Etcd, etcd, wait_for
+from .servers import ROOT, Etcd, Talker, etcd, wait_for
 
 T = TypeVar("T")
 
-ROOT = str(Path(__file__).parents[2])
 LAUNCHER = str(Path(__file__).with_name("dynamo_launcher.py"))
 ADDRESS = "10.0.0.7"
 REUSE = (socket.SO_REUSEADDR,)
@@ -89,40 +88,20 @@ def island(quiet: None) -> Iterator[Etcd]:
         yield server
 
 
-class Launcher:
+class Launcher(Talker):
     """A process of ``dynamo_launcher.py``."""
 
     def __init__(
         self, which: str, *arguments: str, python: str = sys.executable, **environ: str
     ) -> None:
-        self.process = subprocess.Popen(
-            [python, LAUNCHER, which, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **environ},
-        )
+        super().__init__(python, LAUNCHER, which, *arguments, env={**os.environ, **environ})
 
     def tell(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        self.say(json.dumps(request))
 
     def ask(self, **request: Any) -> Any:
         self.tell(**request)
         return self.answer()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 @contextlib.contextmanager

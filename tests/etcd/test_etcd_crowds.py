@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,39 +25,20 @@ from worlds import can_bind, network
 
 from . import history
 from .conftest import block
-from .servers import Etcd, etcd, proxy, wait_for
-
-ROOT = str(Path(__file__).parent.parent.parent)
+from .servers import Etcd, Talker, etcd, proxy, wait_for
 
 
-class Launcher:
-    """A process of ``crowd.py``; ``answer`` is its next line."""
+class Launcher(Talker):
+    """A process of ``crowd.py``."""
 
     def __init__(self, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.etcd.crowd", *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
-
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        print(word, file=self.process.stdin, flush=True)
-
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        super().__init__(
+            sys.executable, "-W", "ignore", "-m", "tests.etcd.crowd", *map(str, arguments)
+        )
 
     def leave(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 @contextlib.contextmanager
@@ -93,7 +72,7 @@ def test_sixty_four_blocks_of_four_fit_into_256_ports(island: Etcd, namespace: s
         for each in crowd:
             assert each.answer() == "ready"
         for each in crowd:
-            each.tell("go")
+            each.say("go")
         answers = [each.answer() for each in crowd]
         assert [answer["refused"] for answer in answers] == [0] * 8
         firsts = sorted(first for answer in answers for first in answer["firsts"])
@@ -115,7 +94,7 @@ def test_eight_processes_hold_what_is_recorded_and_record_what_they_hold(
         for each in crowd:
             assert each.answer() == "ready"
         for each in crowd:
-            each.tell("go")
+            each.say("go")
         answers = [each.answer() for each in crowd]
         assert [answer["refused"] for answer in answers] == [0] * 8
 
@@ -132,7 +111,7 @@ def test_eight_processes_hold_what_is_recorded_and_record_what_they_hold(
         before = compare(answers)
         assert len(before) == 8 * each_calls * 4
         for each in crowd:
-            each.tell("thin")
+            each.say("thin")
         answers = [each.answer() for each in crowd]
         assert all(answer["states"] == ["held"] for answer in answers)
         after = compare(answers)
@@ -222,7 +201,7 @@ def test_no_key_has_two_owners_while_everything_fails(
         for way in proxies:
             way.cut_answer_at = way.cut_request_at = None
         for each in crowd:
-            each.tell("stop")
+            each.say("stop")
         answers = [each.answer() for each in crowd]
         victim.close()
         operations = sum(answer["operations"] for answer in answers)
@@ -234,7 +213,7 @@ def test_no_key_has_two_owners_while_everything_fails(
             """Every block that is kept says that it is held or contested, and so says etcd."""
             standing: dict[str, set[int]] = {}
             for each in crowd:
-                each.tell("what?")
+                each.say("what?")
                 for token, first, size, state in each.answer():
                     if state == "held":
                         standing[token] = set(range(first, first + size))
