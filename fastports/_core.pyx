@@ -14,14 +14,18 @@ from cpython.buffer cimport (
     PyBUF_ND, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject
 from cpython.long cimport PyLong_AsLongAndOverflow
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 from fastports._sys cimport *
+
+cdef extern from "Python.h":
+    int Py_AddPendingCall(int (*)(void *) noexcept, void *)
 
 cdef extern from *:
     """
@@ -54,7 +58,7 @@ cdef enum:
     EARLY = 16  # busy ports seen before a beacon is worth its 3 us
     BEACON_QUEUE = 10  # net.unix.max_dgram_qlen where nobody raised it (unix(7))
     LAST_LOOKS = 3
-    SYSCTL_BYTES = 262144
+    MANY = 262144  # bytes
     LAST_LOOK_WAIT_MS = 10
     TALLY_SLOTS = 64
     CROSSING = 253  # SCM_MAX_FD: descriptors in one message (unix(7))
@@ -176,26 +180,38 @@ cdef int raise_errno(int error) except -1:
 
 # --- small files, addresses and limits --------------------------------------------------------------------
 
-cdef bytes read_small(const char *path):
-    cdef char buffer[1024]
-    cdef char *large
-    cdef ssize_t count
+cdef bytes read_whole(const char *path):
+    """A file of /proc that gives what it has in one read, as all but the long lists of it do."""
+    cdef char few[1024]
+    cdef char *many
+    cdef char *more
+    cdef size_t size = MANY
+    cdef ssize_t count, got
     cdef bytes text = None
     cdef int fd = open(path, O_RDONLY | O_CLOEXEC)
     if fd < 0:
         return None
-    count = pread(fd, buffer, sizeof(buffer), 0)
-    if 0 <= count < <ssize_t>sizeof(buffer):
-        text = <bytes>buffer[:count]
+    count = pread(fd, few, sizeof(few), 0)
+    if 0 <= count < <ssize_t>sizeof(few):
+        text = <bytes>few[:count]
     elif count > 0:
-        # A long list of reserved ports. The kernel has an answer for offset 0 only
-        # (proc_do_large_bitmap), so it must be read at once; at most 32,768 times "65535,".
-        large = <char *>malloc(SYSCTL_BYTES)
-        if large != NULL:
-            count = pread(fd, large, SYSCTL_BYTES, 0)
-            if count >= 0:
-                text = large[:count]
-            free(large)
+        # A long list of reserved ports: the kernel has an answer for offset 0 only
+        # (proc_do_large_bitmap), so it is read at once; at most 32,768 times "65535,". Or an
+        # environment, which may be larger.
+        many = <char *>malloc(size)
+        count = pread(fd, many, size, 0) if many != NULL else -1
+        while count == <ssize_t>size:
+            more = <char *>realloc(many, 2 * size)
+            if more == NULL:
+                count = -1
+                break
+            many = more
+            got = pread(fd, many + size, size, <long>size)
+            count = count + got if got >= 0 else -1
+            size *= 2
+        if count >= 0:
+            text = many[:count]
+        free(many)
     close(fd)
     return text
 
@@ -210,15 +226,18 @@ cdef bint reads_as(bytes path, object text):
     count = pread(fd, buffer, sizeof(buffer), 0)
     close(fd)
     if count >= <ssize_t>sizeof(buffer):
-        return read_small(path) == text
+        return read_whole(path) == text
     return text is not None and count == len(<bytes>text) and not memcmp(
         buffer, <const char *><bytes>text, count
     )
 
 
-def read_sysctl(bytes path not None):
-    """The text of a sysctl; None where it cannot be read."""
-    return read_small(path)
+def read_file(bytes path not None):
+    """What a file of /proc has that gives it in one read; None where it cannot be read.
+
+    No signal handler can run between the opening and the closing of the descriptor.
+    """
+    return read_whole(path)
 
 
 def parse_address(str text not None):
@@ -321,6 +340,43 @@ cdef class Ear:
 
 
 # --- what is held ------------------------------------------------------------------------------
+
+cdef class Hold
+
+
+cdef int raise_later(void *error) noexcept:
+    cdef object held = <object>error
+    Py_DECREF(held)
+    PyErr_SetObject(type(held), held)
+    return -1
+
+
+cdef class Holder:
+    """Base of what has a Hold: ``_dropped()`` is called when it goes while it still has it.
+
+    What a signal handler raises amid a destructor is printed and lost in Python
+    (sys.unraisablehook), and any bytecode may run the handler. So no bytecode runs here for what
+    was released, and otherwise a KeyboardInterrupt, a SystemExit or another BaseException that is
+    no Exception is raised again in the main thread, the one with signal handlers, right after.
+    """
+
+    cdef public Hold _hold
+
+    def __del__(self):
+        if self._hold is None:
+            return
+        try:
+            self._dropped()
+        except Exception:
+            raise
+        except BaseException as error:
+            Py_INCREF(error)
+            if Py_AddPendingCall(raise_later, <void *>error) < 0:  # many are waiting
+                Py_DECREF(error)
+                raise
+            if self._hold is not None:  # it had not got far
+                self._dropped()
+
 
 @cython.final
 cdef class Hold:
@@ -1518,7 +1574,7 @@ cdef class Ground:
     Parameters
     ----------
     sysctls
-        ``((path, text), (path, text))`` as :func:`read_sysctl` takes and gives them.
+        ``((path, text), (path, text))`` as :func:`read_file` takes and gives them.
     first, last, protocols, address
         As for :class:`Search`.
     cuts

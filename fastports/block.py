@@ -14,7 +14,7 @@ from _weakref import ref  # what weakref.ref is; the module around it costs 0.9 
 from os import getpid
 
 from . import events
-from ._core import TCP, UDP, Hold
+from ._core import TCP, UDP, Hold, Holder
 from .errors import BlockReleased, NotOwner, PortsUnavailable
 from .events import emit, emit_later, heard
 from .registry import Owner
@@ -125,7 +125,7 @@ def _close_in_child() -> None:
     _live.clear()
 
 
-class PortBlock:
+class PortBlock(Holder):
     """Contiguous ports that nobody else can take. Made by ``allocate`` and ``reserve``.
 
     A block is a sequence of its port numbers. It is held until :meth:`release`, the end of its
@@ -151,7 +151,7 @@ class PortBlock:
     """
 
     __slots__ = (
-        "__weakref__", "_hold", "_markers", "_metadata", "_owner", "_passed", "_process",
+        "__weakref__", "_markers", "_metadata", "_owner", "_passed", "_process",
         "_registry", "_served", "first", "host", "label", "last", "protocol",
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ class PortBlock:
         metadata: Mapping[str, object] | None,
         process: tuple[int, int],
     ) -> None:
-        self._hold: Hold = hold
+        self._hold = hold
         self._markers: Hold | None = None
         self._metadata = metadata
         self._passed = False  # another process has the sockets too, or had: they may listen
@@ -472,12 +472,9 @@ class PortBlock:
         if self._process[0] == getpid() and self._release() and heard():
             emit("released", self)
 
-    def __del__(self) -> None:
-        # Half-made objects, and interpreters that are going down, have nothing to tell.
-        try:
-            if self._hold is None or os is None:
-                return
-        except AttributeError:
+    def _dropped(self) -> None:
+        """The last reference is gone, and the block was not released."""
+        if os is None:  # an interpreter that is going down has nothing to tell
             return
         if self._process[0] != getpid():  # forked by other means than os.fork: the owner's record
             _live.pop(id(self), None)  # is the owner's

@@ -12,6 +12,7 @@ import os
 import time
 from _signal import pidfd_send_signal  # type: ignore[import-not-found]  # signal costs 2 ms
 
+from ._core import read_file
 from ._spawn import adopts_orphans, childless, has_reader
 
 TYPE_CHECKING = False
@@ -57,25 +58,8 @@ class Member:
             os.close(pidfd)
 
 
-def _read(path: str) -> bytes | None:
-    """A file of /proc; None where the process is gone or may not be looked into."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        parts = []
-        while part := os.read(fd, 65536):
-            parts.append(part)
-        return b"".join(parts)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
 def look_at(pid: int) -> Member | None:
-    stat = _read(f"/proc/{pid}/stat")
+    stat = read_file(b"/proc/%d/stat" % pid)
     return Member(pid, stat) if stat else None
 
 
@@ -168,7 +152,7 @@ class Family:
         The last number that the kernel gave out, and that is the child's still: proc(5), loadavg.
         Costs 10 us where a walk through /proc costs as much for each process of the machine.
         """
-        load = _read("/proc/loadavg")
+        load = read_file(b"/proc/loadavg")
         return load is not None and load.split()[-1] == b"%d" % self.pid
 
     def members(self) -> list[Member]:
@@ -221,7 +205,7 @@ class Family:
         return living
 
     def _marked(self, pid: int) -> bool:
-        environ = _read(f"/proc/{pid}/environ")
+        environ = read_file(b"/proc/%d/environ" % pid)
         return environ is not None and self._mark in b"\0" + environ
 
     def owned(self, sockets: Iterable[tuple[int, int]]) -> set[int]:
@@ -249,7 +233,7 @@ class Family:
 
 
 def _users(pid: int) -> set[int]:
-    for line in (_read(f"/proc/{pid}/status") or b"").splitlines():
+    for line in (read_file(b"/proc/%d/status" % pid) or b"").splitlines():
         if line.startswith(b"Uid:"):
             return {int(uid) for uid in line.split()[1:]}
     return set()
@@ -263,6 +247,6 @@ def whose(inode: int) -> str:
         names = []
     for name in names:
         if name.isdigit() and inode in (sockets_of(int(name)) or ()):
-            comm = os.fsdecode(_read(f"/proc/{name}/comm") or b"").strip()
+            comm = os.fsdecode(read_file(b"/proc/%b/comm" % name.encode()) or b"").strip()
             return f"process {name} ({comm})" if comm.isprintable() else f"process {name}"
     return "a process that cannot be seen from here"

@@ -15,11 +15,10 @@ is read back from ``/proc/net/unix``. Anybody may bind any name: what is read is
 
 from __future__ import annotations
 
-import os
 from os import getpid
 from time import CLOCK_BOOTTIME, clock_gettime
 
-from ._core import parse_address
+from ._core import parse_address, read_file
 from .registry import Entry
 
 TYPE_CHECKING = False
@@ -41,16 +40,9 @@ _PREFIX = b"@fastports/"
 
 def process_start(pid: int | str = "self") -> int | None:
     """Start time of a process in clock ticks since boot (proc(5)); None where there is none."""
-    try:
-        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    text = read_file(b"/proc/%b/stat" % str(pid).encode())
+    if not text:  # gone, or going
         return None
-    try:
-        text = os.read(fd, 4096)
-    except OSError:  # ESRCH: gone between open and read
-        return None
-    finally:
-        os.close(fd)
     # the command name may hold spaces and parentheses: count from the last one
     return int(text[text.rindex(b")") + 2 :].split()[19])
 

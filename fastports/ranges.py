@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._core import read_sysctl
+from ._core import read_file
 from .errors import InvalidRequest
 
 TYPE_CHECKING = False
@@ -172,17 +172,17 @@ def _ends(spec: object, last: object) -> tuple[int, int]:
 
 def read_ephemeral() -> bytes:
     """``net.ipv4.ip_local_port_range`` of the calling thread's network namespace, as text."""
-    return read_sysctl(_EPHEMERAL) or _DEFAULT_EPHEMERAL
+    return read_file(_EPHEMERAL) or _DEFAULT_EPHEMERAL
 
 
 def read_reserved() -> bytes:
     """``net.ipv4.ip_local_reserved_ports`` of the calling thread's network namespace, as text."""
-    return read_sysctl(_RESERVED) or b"\n"
+    return read_file(_RESERVED) or b"\n"
 
 
 def read_both() -> tuple[tuple[bytes, bytes | None], tuple[bytes, bytes | None]]:
     """The ephemeral range and the reserved ports, each after its path; None for what is unread."""
-    return (_EPHEMERAL, read_sysctl(_EPHEMERAL)), (_RESERVED, read_sysctl(_RESERVED))
+    return (_EPHEMERAL, read_file(_EPHEMERAL)), (_RESERVED, read_file(_RESERVED))
 
 
 def parse_ephemeral(text: bytes | None) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def parse_reserved(text: bytes | None) -> tuple[tuple[int, int], ...]:
 
 def unprivileged_start() -> int:
     """First port that needs no privilege (``net.ipv4.ip_unprivileged_port_start``, ip(7))."""
-    text = read_sysctl(_SYSCTL + b"ip_unprivileged_port_start")
+    text = read_file(_SYSCTL + b"ip_unprivileged_port_start")
     return int(text or _DEFAULT_UNPRIVILEGED_START)
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 
 from . import _diag, ranges
-from ._core import Search, read_sysctl
+from ._core import Search, read_file
 from .block import PROTOCOLS
 from .errors import (
     BindDenied,
@@ -173,7 +173,7 @@ _CURES = {
 
 def _any_time_wait() -> bool:
     """Whether this namespace has any TCP socket in TIME_WAIT; 2 us, before a dump of 2 ms."""
-    words = (read_sysctl(b"/proc/thread-self/net/sockstat") or b"").split()
+    words = (read_file(b"/proc/thread-self/net/sockstat") or b"").split()
     try:
         return int(words[words.index(b"tw") + 1]) > 0
     except (ValueError, IndexError):

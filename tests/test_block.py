@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 
 import pytest
 from worlds import Child, can_bind, in_child, libc, network, root_only, wait_until
@@ -188,6 +189,66 @@ def test_a_released_block_goes_without_a_warning_and_a_cycle_is_collected() -> N
     with pytest.warns(ResourceWarning):
         gc.collect()
     assert can_bind(port)
+
+
+def test_no_bytecode_runs_when_a_released_block_goes() -> None:
+    """A signal handler runs between any two bytecodes; what it raises in a destructor is lost."""
+    block = fastports.allocate(2)
+    block.release()
+    called: list[str] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    del block
+    sys.setprofile(None)
+    assert called == []
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_a_handler_raises_when_a_held_block_goes_is_heard(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise kind("by the handler")  # as if it ran there
+
+    told: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(warnings, "warn", interrupted)
+    block = fastports.allocate(2)
+    first = block.first
+    with pytest.raises(kind, match="by the handler"):
+        del block
+        for _ in range(1000):  # where the interpreter looks for what is pending
+            pass
+    assert told == []
+    assert can_bind(first) and can_bind(first + 1)
+
+
+def test_ctrl_c_is_heard_at_whatever_point_a_block_goes() -> None:
+    """By chance, so many times over: a child that missed it would run until it is killed."""
+    code = """
+import signal, sys, time
+import fastports
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ in range(300):
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    end = time.monotonic() + 5
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
+        while time.monotonic() < end:
+            fastports.allocate().release()
+    except KeyboardInterrupt:
+        continue
+    sys.exit("not heard")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_process_ends_silently_with_blocks_in_hand() -> None:

@@ -178,7 +178,7 @@ def test_ctrl_c_ends_a_process_in_the_middle_of_its_searches() -> None:
             pass  # its traceback keeps what the frames have
         return f"{len(os.listdir('/proc/self/fd')) - before} more descriptors"
 
-    for _ in range(10):
+    for _ in range(50):
         child = Child(search)
         os.read(read, 1)
         os.kill(child.pid, signal.SIGINT)

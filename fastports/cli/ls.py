@@ -6,6 +6,7 @@ import os
 import sys
 
 from .. import entries
+from .._core import read_file
 from . import cluster
 from .options import parse
 from .say import Usage, printable, say, tolerant_output
@@ -75,16 +76,8 @@ def ls(words: Sequence[str]) -> int:
 
 def command_of(pid: int) -> str:
     """The command line of a process, on one line; empty where it cannot be read."""
-    try:
-        fd = os.open(f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        text = os.read(fd, 4096)
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    text = read_file(b"/proc/%d/cmdline" % pid) or b""
+    text = text[:4096]
     return printable(text.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace"))
 
 
