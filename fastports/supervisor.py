@@ -317,9 +317,9 @@ class Supervisor:
         stopped_by: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
-            # a second one ends the grace
-            self._request(lambda fleet: fleet.stop(0 if len(stopped_by) > 1 else None))
             stopped_by.append(number)
+            grace = 0 if len(stopped_by) > 1 else None  # a second one ends it
+            self._request(lambda fleet: fleet.stop(grace))
 
         def restart(number: int, frame: FrameType | None) -> None:
             self.restart()

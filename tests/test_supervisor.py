@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -608,6 +609,23 @@ def test_a_second_ctrl_c_ends_the_grace() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == -signal.SIGINT % 256
         assert not any(map(alive, pids))
+
+
+def test_a_second_ctrl_c_ends_the_grace_however_late_its_handler_goes_on() -> None:
+    """The thread that ends the programs may be at it before the handler is done."""
+    slowly = """
+import time
+request = supervisor._request
+supervisor._request = lambda what: (request(what), time.sleep(0.2))
+sys.exit(supervisor.run() % 256)
+"""
+    with script(slowly, program("stubborn", "{port}"), grace=1000.0) as process:
+        lines_until(process, 2, "listening")
+        process.send_signal(signal.SIGINT)
+        lines_until(process, 2, "stopping")
+        time.sleep(0.3)  # the handler of the first is done
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == -signal.SIGINT % 256
 
 
 def test_a_forgotten_supervisor_ends_with_the_interpreter() -> None:
