@@ -339,6 +339,8 @@ cdef struct State:
     int netlink         # of the serving thread
     int shows_bound     # whether sock_diag lists bound sockets (6.8+); -1 while that is not known
 
+from fastports._core import Descriptor
+
 from builtins import open as open_file  # `open` is the system call here
 
 # ---------------------------------------------------------------- small things
@@ -1339,7 +1341,7 @@ def receive(int sock):
         fd = receive_descriptor(sock)
     if fd < 0:
         raise _os_error(-fd)
-    return fd
+    return Descriptor(fd)
 
 
 FLAGS = FP_NEW_LISTENER | FP_WAIT_KILLABLE_RECV  # for seccomp(2), with what `program` returns
@@ -1350,7 +1352,7 @@ def pair():
     cdef int ends[2]
     if socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0:
         raise _os_error(errno)
-    return ends[0], ends[1]
+    return Descriptor(ends[0]), Descriptor(ends[1])
 
 
 def program(machine=None):
@@ -1499,7 +1501,7 @@ cdef class Broker:
         block
             What `add` returned.
         listener
-            Descriptor of the child's filter. It is the broker's from here on, also on an error.
+            Descriptor of the child's filter, as `receive` returned it. The broker takes it over.
         fetch
             True performs the calls on the child's socket; False (bind-door) opens the door while the
             child makes them.
@@ -1511,9 +1513,8 @@ cdef class Broker:
         cdef void *more
         cdef int error = 0
         if child == NULL:
-            close(<int>listener)
             raise MemoryError
-        child.listener = listener
+        child.listener = listener.detach()
         # Linux 6.6+: wake the other side on this processor, which halves a round trip
         ioctl(child.listener, FP_SET_FLAGS, <unsigned long>1)
         child.block = block

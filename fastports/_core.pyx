@@ -24,6 +24,8 @@ from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 from fastports._sys cimport *
 
+from io import FileIO
+
 cdef extern from "Python.h":
     int Py_AddPendingCall(int (*)(void *) noexcept, void *)
 
@@ -337,6 +339,50 @@ cdef class Ear:
         if cache is None:
             return self.word in self.modules
         return cache.get(self.key) is not False
+
+
+# --- descriptors -------------------------------------------------------------------------------
+
+@cython.final
+cdef class Descriptor:
+    """Owns one descriptor: :meth:`close` closes it, and so does the end of the last reference.
+
+    For what is made and passed on in Python: a bare number is lost when a signal handler raises
+    between the call that made it and the assignment. ``fd`` is -1 when it is no longer owned.
+    """
+
+    cdef readonly int fd
+
+    def __cinit__(self, int fd):
+        self.fd = fd
+
+    def __dealloc__(self):
+        self.close()
+
+    cpdef close(self):
+        cdef int fd = self.detach()
+        if fd >= 0:
+            close(fd)
+
+    cpdef int detach(self) noexcept:
+        """The number, which is the caller's from now on."""
+        cdef int fd = self.fd
+        self.fd = -1
+        return fd
+
+    def file(self, str mode not None):
+        """An unbuffered file (io.FileIO) that owns it from now on."""
+        file = FileIO(self.fd, mode)
+        self.fd = -1
+        return file
+
+
+def pipe():
+    """The reading and the writing end of a new pipe, both close-on-exec: pipe(2)."""
+    cdef int ends[2]
+    if pipe2(ends, O_CLOEXEC) < 0:
+        raise_errno(errno)
+    return Descriptor(ends[0]), Descriptor(ends[1])
 
 
 # --- what is held ------------------------------------------------------------------------------

@@ -508,6 +508,9 @@ cdef char** strings(list items) except NULL:
 cdef class Process:
     """A child of this process, made by :func:`start`. It is reaped by :meth:`poll` and nowhere else.
 
+    Until :meth:`keep` the child ends with this object: a signal handler may raise before anybody
+    has it in hand.
+
     Attributes
     ----------
     pid
@@ -528,6 +531,7 @@ cdef class Process:
     cdef list kept_alive
     cdef c.pid_t launcher
     cdef bint unreaped
+    cdef bint kept
 
     def __cinit__(self):
         self.pidfd = -1
@@ -539,9 +543,22 @@ cdef class Process:
         cdef bint mine = self.launcher == c.getpid()
         if mine and self.order != NULL and self.spawner != NULL:
             self.cancel()
+        elif mine and self.unreaped and not self.kept:
+            self.end()
         self.drop_order()
         if self.pidfd >= 0:
             c.close(self.pidfd)
+
+    cdef void end(self) noexcept:
+        """SIGKILL, and reap."""
+        cdef int status
+        with nogil:
+            c.kill(self.pid, c.SIGKILL)
+            while c.waitpid(self.pid, &status, 0) < 0 and errno == c.EINTR:
+                pass
+            if self.spawner != NULL:
+                leave(self.spawner)
+                self.spawner = NULL
 
     cdef void drop_order(self) noexcept:
         cdef Order* order = self.order
@@ -635,6 +652,10 @@ cdef class Process:
         futex_wake(&self.order.word)
         self.attend(GO)
         self.settle()
+
+    def keep(self):
+        """From now on the child may outlive this object: somebody else sees to its end."""
+        self.kept = True
 
     def abort(self):
         """End a child that waits at its gate: its program never runs. Idempotent."""

@@ -85,6 +85,7 @@ cdef extern from "<sched.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     ssize_t pread(int, void *, size_t, long)
+    int pipe2(int *, int)
     int close(int)
     int getpid()
 

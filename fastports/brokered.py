@@ -108,10 +108,9 @@ class Broker(Mode):
                 gate=True,
                 filter=_broker.program(),
                 filter_flags=_broker.FLAGS,
-                filter_to=theirs,
+                filter_to=theirs.fd,
             )
         except OSError as exc:
-            os.close(ours)
             if getattr(exc, "stage", "") != "filter":
                 raise
             raise HandoffError(
@@ -120,9 +119,9 @@ class Broker(Mode):
                 mode=self.name,
             ) from exc
         finally:
-            os.close(theirs)
+            theirs.close()
         try:
-            listener = _broker.receive(ours)
+            listener = _broker.receive(ours.fd)
             broker = shared()
             child = broker.serve(number, listener, fetch=self.fetch, exclusive=launch.exclusive)
             process.go()
@@ -133,7 +132,7 @@ class Broker(Mode):
             process.abort()
             raise
         finally:
-            os.close(ours)
+            ours.close()
         return process, self.handover(broker, child, number)
 
     def handover(self, broker: _broker.Broker, child: int, block: int) -> Handover:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from io import BufferedReader, BufferedWriter
 
 from . import events
 from ._spawn import Process, has_reader
@@ -19,9 +20,10 @@ from .listening import Watch
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from io import BufferedReader, BufferedWriter
+    from io import FileIO
     from typing import Protocol
 
+    from ._core import Descriptor
     from .block import PortBlock
 
     class Told(Protocol):
@@ -87,12 +89,12 @@ def _remember(child: Child) -> None:
     _running.add(child)
 
 
-def _writer(fd: int) -> BufferedWriter | None:
-    return open(fd, "wb") if fd >= 0 else None
+def _writer(file: FileIO | None) -> BufferedWriter | None:
+    return None if file is None else BufferedWriter(file)
 
 
-def _reader(fd: int) -> BufferedReader | None:
-    return open(fd, "rb") if fd >= 0 else None
+def _reader(file: FileIO | None) -> BufferedReader | None:
+    return None if file is None else BufferedReader(file)
 
 
 def _jitter() -> float:
@@ -141,17 +143,19 @@ class Child:
         ports: Sequence[int],
         token: bytes,
         leads: bool,
-        leash: int,
+        leash: Descriptor | None,
         started: float,
         grace: float,
         detached: bool,
-        pipes: tuple[int, int, int],
+        pipes: tuple[FileIO | None, FileIO | None, FileIO | None],
         stderr_tail: Callable[[], str],
         hint: str,
         handover: Told,
     ) -> None:
         self._process = process
-        self._family = Family(process.pid, token, leads=leads, leash=leash)
+        self._leash = leash
+        fd = -1 if leash is None else leash.fd
+        self._family = Family(process.pid, token, leads=leads, leash=fd)
         self._grace = grace
         self._detached = detached
         self._stderr_tail = stderr_tail
@@ -170,6 +174,7 @@ class Child:
         self.stderr: BufferedReader | None = _reader(pipes[2])
         self._over = False
         _remember(self)
+        process.keep()
 
     # --- what Popen has ---
 
@@ -191,7 +196,8 @@ class Child:
             In a forked child of the launcher; so do the other methods that act.
         """
         self._mine()
-        if self.returncode is None and self._process.poll() is not None:
+        # asked again when a signal handler raised between the two
+        if self in _running and self._process.poll() is not None:
             self._reaped()
         return self.returncode
 
@@ -558,9 +564,9 @@ class Child:
             return True
 
     def _drop_leash(self) -> None:
-        leash, self._family.leash = self._family.leash, -1
-        if leash >= 0:
-            os.close(leash)
+        self._family.leash = -1
+        if self._leash is not None:
+            self._leash.close()
 
     def _signal_family(self, sig: int) -> None:
         members = self._family.members()
@@ -602,11 +608,6 @@ class Child:
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
-
-    def __del__(self) -> None:
-        getpid = getattr(os, "getpid", None)  # gone in an interpreter that is going down
-        if getpid is not None and getattr(self, "owner", None) == getpid():
-            self._drop_leash()
 
 
 def _and_more(watch: Watch) -> str:

@@ -10,6 +10,7 @@ import os
 import time
 
 from . import _spawn
+from ._core import pipe
 from ._spawn import Process, start
 from .brokered import BindDoor, Broker
 from .child import Child, sweep
@@ -25,8 +26,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from _socket import socket
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from io import FileIO
     from typing import Any, Protocol, TypeAlias
 
+    from ._core import Descriptor
     from .block import PortBlock
     from .command import Text
     from .mode import Launch
@@ -427,9 +430,9 @@ class _Streams:
 
     def __init__(self, stdin: Stream, stdout: Stream, stderr: Stream) -> None:
         self._asked = [_stream(stdin, 0), _stream(stdout, 1), _stream(stderr, 2)]
-        self.pipes = [-1, -1, -1]
+        self.pipes: list[FileIO | None] = [None, None, None]
         self.descriptors: dict[int, int] = {}
-        self._close: list[int] = []
+        self._close: list[Descriptor | FileIO] = []
         self._file: tuple[int, int] | None = None
 
     def open(self) -> None:
@@ -437,41 +440,43 @@ class _Streams:
             if asked is None:
                 continue
             if asked == PIPE:
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                mine, theirs = (writer, reader) if target == 0 else (reader, writer)
-                self.pipes[target] = mine
-                self._close.append(theirs)
-                _widen(mine)
+                reader, writer = pipe()
+                mine, end = (writer, reader) if target == 0 else (reader, writer)
+                self._close.append(end)
+                theirs = end.fd
+                self.pipes[target] = file = mine.file("wb" if target == 0 else "rb")
+                _widen(file.fileno())
             elif asked == DEVNULL:
-                theirs = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-                self._close.append(theirs)
+                null = open(os.devnull, "r+b", buffering=0)  # noqa: SIM115 - closed by started()
+                self._close.append(null)
+                theirs = null.fileno()
             elif asked == STDOUT:
                 theirs = self.descriptors.get(1, 1)
             else:
                 theirs = asked
             self.descriptors[target] = theirs
-        if self.pipes[2] < 0 and 2 in self.descriptors:
+        if self.pipes[2] is None and 2 in self.descriptors:
             self._file = _regular(self.descriptors[2])
 
     def started(self) -> None:
         """The child has its ends; ours of them go."""
-        for fd in self._close:
-            os.close(fd)
+        for end in self._close:
+            end.close()
         self._close.clear()
 
     def close(self) -> None:
         """Nothing came of it: close everything that was made here."""
         self.started()
-        for fd in self.pipes:
-            if fd >= 0:
-                os.close(fd)
+        for file in self.pipes:
+            if file is not None:
+                file.close()
 
     def tail(self) -> str:
         """The last lines of stderr so far, where a pipe or a file has them."""
         if self._file is not None:
             data = _end_of(*self._file)
-        elif self.pipes[2] >= 0:
-            data = _drain(self.pipes[2])
+        elif self.pipes[2] is not None and not self.pipes[2].closed:
+            data = _drain(self.pipes[2].fileno())
         else:
             return ""
         lines = data.decode("utf-8", "replace").splitlines()
@@ -530,16 +535,11 @@ def _regular(fd: int) -> tuple[int, int] | None:
 def _end_of(fd: int, start: int) -> bytes:
     """What was appended to a file since ``start``, or its last part; the file may be write-only."""
     try:
-        again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as again:
+            size = os.fstat(again.fileno()).st_size
+            return os.pread(again.fileno(), _TAIL, max(start, size - _TAIL))
     except OSError:
-        return b""
-    try:
-        size = os.fstat(again).st_size
-        return os.pread(again, _TAIL, max(start, size - _TAIL))
-    except OSError:
-        return b""  # the caller closed it and the number is another file's now
-    finally:
-        os.close(again)
+        return b""  # the caller closed it, or the number is another file's now
 
 
 def _drain(pipe: int) -> bytes:
@@ -761,20 +761,22 @@ def _start(
     token: bytes,
     grace: float,
 ) -> Child:
-    leash = reader = -1
+    leash: Descriptor | None = None
+    reader: Descriptor | None = None
     process: Process | None = None
+    child: Child | None = None
     handover = Handover()
     began = time.monotonic()
     try:
         streams.open()
         if group != _spawn.SHARED and not detach:
-            reader, leash = os.pipe2(os.O_CLOEXEC)
+            reader, leash = pipe()
         descriptors = {**streams.descriptors, **kept}
         launch = _Launch(
             command,
             descriptors,
             group,
-            reader,
+            -1 if reader is None else reader.fd,
             exclusive=exclusive,
             listen=listen,
             detach=detach,
@@ -797,22 +799,24 @@ def _start(
             hint=mode.hint,
             handover=_Told(handover),
         )
+        streams.started()
+        child.tell("child_started")
+        return child
     except BaseException:
         if process is not None:
             process.send_signal(9)
             process.ended()
             process.poll()
+        if child is not None:
+            child.poll()  # it is known to have ended
         handover.over()
         streams.close()
-        if leash >= 0:
-            os.close(leash)
+        if leash is not None:
+            leash.close()
         raise
     finally:
-        if reader >= 0:
-            os.close(reader)
-    streams.started()
-    child.tell("child_started")
-    return child
+        if reader is not None:
+            reader.close()
 
 
 class _Told(Handover):

@@ -1043,3 +1043,48 @@ def test_the_modes_that_work_here_are_listed_strongest_first() -> None:
     assert names[-2:] == ["door", "close"]
     assert modes()["close"].works
     assert all(status.works == (not status.why) for status in modes().values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ctrl_c_at_any_point_of_a_start_leaves_nothing(mode: str) -> None:
+    """By chance, so many times over: no descriptor, and no child once the next one is started."""
+    code = """
+import gc, os, random, signal, sys, time
+import fastports
+from fastports.child import sweep
+
+def start():
+    with fastports.allocate() as block, block.spawn(
+        ["true"], handoff=sys.argv[1], wait=None, stdout=-1, stderr=-1
+    ) as child:
+        child.wait()
+
+def left():
+    sweep()
+    gc.collect()
+    own = os.listdir("/proc/self/fd")
+    tasks = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
+    return len(own), [child for path in tasks for child in open(path).read().split()]
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+start()
+before = left()
+for _ in range(150):
+    end = time.monotonic() + 5
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0003, 0.006))
+        while time.monotonic() < end:
+            start()
+        sys.exit("not heard")
+    except KeyboardInterrupt:
+        pass
+    end = time.monotonic() + 10
+    while left() != before:
+        if time.monotonic() > end:
+            sys.exit(f"left: {left()}, before: {before}")
+        time.sleep(0.005)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, mode], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert (done.returncode, done.stderr) == (0, "")
