@@ -151,7 +151,7 @@ class PortBlock(Holder):
     """
 
     __slots__ = (
-        "__weakref__", "_markers", "_metadata", "_owner", "_passed", "_process",
+        "__weakref__", "_entering", "_markers", "_metadata", "_owner", "_passed", "_process",
         "_registry", "_served", "first", "host", "label", "last", "protocol",
     )  # fmt: skip
 
@@ -174,6 +174,7 @@ class PortBlock(Holder):
         process: tuple[int, int],
     ) -> None:
         self._hold = hold
+        self._entering: set[object] = set()  # for whom the door is open
         self._markers: Hold | None = None
         self._metadata = metadata
         self._passed = False  # another process has the sockets too, or had: they may listen

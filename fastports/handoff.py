@@ -127,25 +127,22 @@ class _Launch:
         return exc
 
 
-# How many children of a block are on their way through its door, by the block's id; a child keeps
-# its block alive. Global because two children of one block are started by two calls.
-_doors: dict[int, int] = {}
-
-
 class _OpenDoor(Handover):
     def __init__(self, block: PortBlock) -> None:
         self._block: PortBlock | None = block
-        _doors[id(block)] = _doors.get(id(block), 0) + 1
-        block.open_door()
+        block._entering.add(self)
+        try:
+            block.open_door()
+        except BaseException:
+            self.over()
+            raise
 
     def listening(self) -> None:
         block, self._block = self._block, None
         if block is None:
             return
-        left = _doors.pop(id(block)) - 1
-        if left:
-            _doors[id(block)] = left
-        elif not (block.released or block.holds_closed):
+        block._entering.discard(self)
+        if not (block._entering or block.released or block.holds_closed):
             block.close_door()
 
     over = listening
@@ -765,7 +762,7 @@ def _start(
     reader: Descriptor | None = None
     process: Process | None = None
     child: Child | None = None
-    handover = Handover()
+    handover = _Told(Handover())
     began = time.monotonic()
     try:
         streams.open()
@@ -781,7 +778,8 @@ def _start(
             listen=listen,
             detach=detach,
         )
-        process, handover = mode.start(block, launch)
+        process, made = mode.start(block, launch)
+        handover = _Told(made)
         child = Child(
             process,
             command.args,
@@ -797,7 +795,7 @@ def _start(
             pipes=(streams.pipes[0], streams.pipes[1], streams.pipes[2]),
             stderr_tail=streams.tail,
             hint=mode.hint,
-            handover=_Told(handover),
+            handover=handover,
         )
         streams.started()
         child.tell("child_started")

@@ -1088,3 +1088,22 @@ for _ in range(150):
         [sys.executable, "-c", code, mode], capture_output=True, text=True, check=False, timeout=90
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not WORKING["door"].works, reason=f"no door: {WORKING['door'].why}")
+def test_a_signal_as_the_door_opens_shuts_it_again(
+    block: PortBlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_door = PortBlock.open_door
+
+    def interrupted(self: PortBlock, *ports: int) -> None:
+        open_door(self, *ports)
+        raise KeyboardInterrupt  # as by a handler, right after
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PortBlock, "open_door", interrupted)
+        block.spawn(["true"], handoff="door")
+    assert enter("0.0.0.0", block.first, reuse_address=True) is None
+    with block.spawn(program("server", "{port}"), handoff="door"):
+        pass  # and the next one does, too
+    assert enter("0.0.0.0", block.first, reuse_address=True) is None
