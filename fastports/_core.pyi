@@ -1,3 +1,4 @@
+from _socket import socket
 from collections.abc import Iterable
 from io import FileIO
 from typing import Any, TypeAlias, final
@@ -34,6 +35,7 @@ class Descriptor:
     def file(self, mode: str) -> FileIO: ...
 
 def pipe() -> tuple[Descriptor, Descriptor]: ...
+def duplicate(fd: int) -> socket: ...
 
 @disjoint_base
 class Holder:

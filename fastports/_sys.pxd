@@ -76,9 +76,10 @@ cdef extern from "<sys/un.h>" nogil:
         char sun_path[108]
 
 cdef extern from "<fcntl.h>" nogil:
-    int O_RDONLY, O_CLOEXEC
+    int O_RDONLY, O_CLOEXEC, F_DUPFD_CLOEXEC
 
     int open(const char *, int)
+    int fcntl(int, int, ...)
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()

@@ -10,7 +10,7 @@ import os
 import time
 
 from . import _spawn
-from ._core import pipe
+from ._core import duplicate, pipe
 from ._spawn import Process, start
 from .brokered import BindDoor, Broker
 from .child import Child, sweep
@@ -213,10 +213,8 @@ _BACKLOG = 4096  # the kernel takes net.core.somaxconn if that is less
 
 def _each(block: PortBlock, act: Callable[[Any], None]) -> None:
     """Do something to each socket of a block."""
-    from _socket import socket  # what socket offers, without its 9 ms
-
     for fd in block.filenos():
-        sock = socket(fileno=os.dup(fd))
+        sock = duplicate(fd)
         try:
             act(sock)
         finally:

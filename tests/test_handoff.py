@@ -1062,9 +1062,13 @@ def start():
 def left():
     sweep()
     gc.collect()
-    own = os.listdir("/proc/self/fd")
-    tasks = [f"/proc/self/task/{task}/children" for task in os.listdir("/proc/self/task")]
-    return len(own), [child for path in tasks for child in open(path).read().split()]
+    children = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            children += open(f"/proc/self/task/{task}/children").read().split()
+        except OSError:
+            pass  # the thread is gone, and its children are another one's
+    return len(os.listdir("/proc/self/fd")), children
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 start()
