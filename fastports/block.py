@@ -173,7 +173,6 @@ class PortBlock(Holder):
         metadata: Mapping[str, object] | None,
         process: tuple[int, int],
     ) -> None:
-        self._hold = hold
         self._entering: set[object] = set()  # for whom the door is open
         self._markers: Hold | None = None
         self._metadata = metadata
@@ -186,6 +185,7 @@ class PortBlock(Holder):
         self.host = host
         self.protocol = protocol
         self.label = label
+        self._hold = hold  # last: whatever has it is whole
         _live[id(self)] = ref(self)
 
     # --- looking ---
