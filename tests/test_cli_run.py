@@ -364,7 +364,7 @@ def test_a_refusal_leaves_the_signals_as_they_were() -> None:
 COUNT = """\
 import os, signal, sys
 def tell(number, frame):
-    print("got", number, flush=True)
+    print(f"got {number}", flush=True)  # one write, unbuffered or not
     if number == signal.SIGTERM:
         os._exit(7)
 for number in (1, 2, 3, 10, 12, 15, 28):

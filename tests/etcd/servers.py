@@ -225,7 +225,8 @@ class Etcd:
     def freeze(self) -> None:
         """Stop it, and wait until every thread of it stands still."""
         os.kill(self.pid, signal.SIGSTOP)
-        wait_for(lambda: all(state == "T" for state in self._thread_states()))
+        # a thread in fsync() stops when the disk is done
+        wait_for(lambda: all(state == "T" for state in self._thread_states()), 60.0)
 
     def _thread_states(self) -> Iterator[str]:
         for task in os.listdir(f"/proc/{self.pid}/task"):
