@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True, cdivision=True, binding=False
-"""Sockets, buffers and counts: draw a candidate, bind it, hold it.
+"""Sockets, descriptors, buffers and counts: draw a candidate, bind it, hold it.
 
 This module knows no range policy, no block and no retry, and keeps no state of its own. The hot
 loop is :meth:`Search.step`: it runs without the GIL and comes up every ``BATCH`` binds so that the
@@ -182,15 +182,18 @@ cdef int raise_errno(int error) except -1:
 
 # --- small files, addresses and limits --------------------------------------------------------------------
 
-cdef bytes read_whole(const char *path):
-    """A file of /proc that gives what it has in one read, as all but the long lists of it do."""
+cpdef bytes read_file(bytes path):
+    """What a file of /proc has that gives it in one read; None where it cannot be read.
+
+    No signal handler can run between the opening and the closing of the descriptor.
+    """
     cdef char few[1024]
     cdef char *many
     cdef char *more
     cdef size_t size = MANY
     cdef ssize_t count, got
     cdef bytes text = None
-    cdef int fd = open(path, O_RDONLY | O_CLOEXEC)
+    cdef int fd = open(<const char *>path, O_RDONLY | O_CLOEXEC)
     if fd < 0:
         return None
     count = pread(fd, few, sizeof(few), 0)
@@ -228,18 +231,10 @@ cdef bint reads_as(bytes path, object text):
     count = pread(fd, buffer, sizeof(buffer), 0)
     close(fd)
     if count >= <ssize_t>sizeof(buffer):
-        return read_whole(path) == text
+        return read_file(path) == text
     return text is not None and count == len(<bytes>text) and not memcmp(
         buffer, <const char *><bytes>text, count
     )
-
-
-def read_file(bytes path not None):
-    """What a file of /proc has that gives it in one read; None where it cannot be read.
-
-    No signal handler can run between the opening and the closing of the descriptor.
-    """
-    return read_whole(path)
 
 
 def parse_address(str text not None):

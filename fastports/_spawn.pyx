@@ -504,6 +504,13 @@ cdef char** strings(list items) except NULL:
     return array
 
 
+cdef void kill_and_reap(c.pid_t pid) noexcept nogil:
+    cdef int status
+    c.kill(pid, c.SIGKILL)
+    while c.waitpid(pid, &status, 0) < 0 and errno == c.EINTR:
+        pass
+
+
 @cython.final
 cdef class Process:
     """A child of this process, made by :func:`start`. It is reaped by :meth:`poll` and nowhere else.
@@ -551,11 +558,8 @@ cdef class Process:
 
     cdef void end(self) noexcept:
         """SIGKILL, and reap."""
-        cdef int status
         with nogil:
-            c.kill(self.pid, c.SIGKILL)
-            while c.waitpid(self.pid, &status, 0) < 0 and errno == c.EINTR:
-                pass
+            kill_and_reap(self.pid)
             if self.spawner != NULL:
                 leave(self.spawner)
                 self.spawner = NULL
@@ -576,7 +580,7 @@ cdef class Process:
         cdef Order* order = self.order
         cdef Spawner* spawner = self.spawner
         cdef c.pid_t pid
-        cdef int word, status
+        cdef int word
         with nogil:
             while True:
                 word = load(&order.word)
@@ -591,9 +595,7 @@ cdef class Process:
                 c.pthread_mutex_unlock(&spawner.mutex)
                 futex_wait(&order.word, ABORT, 10)
             if order.pid > 0:
-                c.kill(order.pid, c.SIGKILL)
-                while c.waitpid(order.pid, &status, 0) < 0 and errno == c.EINTR:
-                    pass
+                kill_and_reap(order.pid)
                 if order.pidfd >= 0:
                     c.close(order.pidfd)
             self.spawner = NULL

@@ -74,7 +74,7 @@ def _end_all() -> None:
 def _forget_all() -> None:
     """In a forked child of the launcher: its copies must not keep the leashes from being let go."""
     for child in _running | _lingering:
-        child._drop_leash()
+        child._family.drop_leash()
     _running.clear()
     _lingering.clear()
 
@@ -153,9 +153,7 @@ class Child:
         handover: Told,
     ) -> None:
         self._process = process
-        self._leash = leash
-        fd = -1 if leash is None else leash.fd
-        self._family = Family(process.pid, token, leads=leads, leash=fd)
+        self._family = Family(process.pid, token, leads=leads, leash=leash)
         self._grace = grace
         self._detached = detached
         self._stderr_tail = stderr_tail
@@ -549,7 +547,7 @@ class Child:
         ) and not (self._handover.left() or self._family.alone())
         if self._over or not expected or not self._family.members():
             _lingering.discard(self)
-            self._drop_leash()  # dropped before, it would kill the rest of the group
+            self._family.drop_leash()  # dropped before, it would kill the rest of the group
             self._handover.over()  # over before, it would leave a daemon at a closed door
 
     def _group_lives(self) -> bool:
@@ -562,11 +560,6 @@ class Child:
             return False
         except PermissionError:
             return True
-
-    def _drop_leash(self) -> None:
-        self._family.leash = -1
-        if self._leash is not None:
-            self._leash.close()
 
     def _signal_family(self, sig: int) -> None:
         members = self._family.members()

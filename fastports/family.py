@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._core import Descriptor
+
 __all__ = ["TOKEN", "Family", "Member"]
 
 #: The environment variable that carries a child's token.
@@ -132,19 +134,31 @@ class Family:
     leads
         Whether it leads a process group of its own.
     leash
-        Write end of a pipe whose read end the child and its descendants inherit, -1 for none. Who
-        owns it closes it, and says so here.
+        Write end of a pipe whose read end the child and its descendants inherit; None, and once it
+        is closed: no leash.
     """
 
-    def __init__(self, pid: int, token: bytes, *, leads: bool, leash: int = -1) -> None:
+    def __init__(
+        self, pid: int, token: bytes, *, leads: bool, leash: Descriptor | None = None
+    ) -> None:
         self.pid = pid
         self.leads = leads
-        self.leash = leash
+        self._leash = leash
         self.scattered = True  # until the child alone is known to have what was asked for
         self._mark = b"\0" + TOKEN + b"=" + token + b"\0"
         self._adopted = adopts_orphans()
         leader = look_at(pid)
         self.start: int = leader.start if leader is not None else 0
+
+    @property
+    def leash(self) -> int:
+        """The leash's descriptor; -1 where there is none, or none any more."""
+        return -1 if self._leash is None else self._leash.fd
+
+    def drop_leash(self) -> None:
+        """Close it: who still has the other end, and is of the child's group, ends."""
+        if self._leash is not None:
+            self._leash.close()
 
     def alone(self) -> bool:
         """Whether the child certainly has no descendant: no process was made since it was.
