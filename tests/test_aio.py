@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from worlds import network
+from worlds import ROOMY, network
 
 import fastports
 from fastports import aio, loops
@@ -441,7 +441,7 @@ async def _anything(kind: int) -> None:
         async with aio.allocate(1):
             await asyncio.sleep(60)
     elif kind == 1:
-        async with aio.allocate(200):
+        async with aio.allocate(200, range=ROOMY):
             await asyncio.sleep(60)
     elif kind == 2:
         async with aio.allocate_many({"a": 3, "b": 40}):
@@ -482,7 +482,7 @@ def test_a_hundred_cancellations_under_trio_leave_nothing() -> None:
             async with aio.allocate(1):
                 await trio.sleep(60)
         elif kind == 1:
-            async with aio.allocate(200):
+            async with aio.allocate(200, range=ROOMY):
                 await trio.sleep(60)
         elif kind == 2:
             async with aio.allocate(1) as block:

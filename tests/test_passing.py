@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from brokering import entrances, until
-from worlds import CLONE_NEWNET, Child, in_child, network, unshare
+from worlds import CLONE_NEWNET, ROOMY, Child, in_child, network, unshare
 
 import fastports
 from fastports import passing
@@ -184,7 +184,7 @@ def test_more_sockets_than_one_message_takes_arrive_in_order(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     result = aside(lambda: fastports.receive(pair[1]))
-    block = fastports.allocate(150, protocol="both")
+    block = fastports.allocate(150, protocol="both", range=ROOMY)
     ports = list(block)
     block.send(pair[0])
     with result() as received:
@@ -205,7 +205,7 @@ def test_a_socket_that_does_not_block_serves_as_well(
     for sock in pair:
         sock.settimeout(timeout)
     result = aside(lambda: fastports.receive(pair[1], timeout=20))
-    with fastports.allocate(300, range="20000-29999") as block:
+    with fastports.allocate(300, range=ROOMY) as block:
         block.send(pair[0])
     with result() as received:
         assert len(received) == 300
@@ -529,7 +529,7 @@ def test_without_enough_descriptors_the_receiver_says_so_and_keeps_none(
         return "taken"
 
     child = Child(receives)
-    with fastports.allocate(300) as block:
+    with fastports.allocate(300, range=ROOMY) as block:
         ports = list(block)
         with pytest.raises(fastports.HandoffError, match=r"receiver refused.*the limit is"):
             block.send(here)

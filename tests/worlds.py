@@ -33,6 +33,10 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 NOBODY = 65534
 
+#: Where blocks of a hundred ports and more fit beside whatever a neighbouring test holds: outside
+#: the default range, and away from the ports that tests name.
+ROOMY = "13000-19990"
+
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
+from worlds import ROOMY
 
 import fastports
 from fastports import aio
@@ -76,7 +77,7 @@ def test_a_frozen_etcd_keeps_neither_the_loop_nor_its_worker_threads(
             for _ in range(100):
                 await asyncio.sleep(0.001)
             assert await asyncio.wait_for(loop.run_in_executor(None, lambda: "ok"), 5) == "ok"
-            async with aio.allocate(100) as block:  # takes a worker thread
+            async with aio.allocate(100, range=ROOMY) as block:  # takes a worker thread
                 assert len(block) == 100
             assert not any(call.done() for call in waiting)
             own_etcd.thaw()
@@ -128,7 +129,7 @@ def test_a_hundred_cancellations_at_any_time_leave_no_key_no_hold_and_no_child(
             async with allocator.allocate(1):
                 await asyncio.sleep(60)
         elif kind == 1:
-            async with allocator.allocate(130):  # a nested transaction
+            async with allocator.allocate(130, range=ROOMY):  # a nested transaction
                 await asyncio.sleep(60)
         elif kind == 2:
             async with allocator.allocate_many({"a": 3, "b": 40}):
