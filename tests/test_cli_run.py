@@ -592,6 +592,7 @@ def test_ctrl_z_leaves_a_program_that_ignores_it_in_the_foreground(tmp_path: Pat
     program.write_text("""\
 import signal
 signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's would wait for a read that began just now
 print("ready")
 while True:
     print("read", input())
